@@ -1,0 +1,1 @@
+"""Named experiments as frozen dataclasses."""

@@ -1,0 +1,1 @@
+"""Video files and the training clips that are cut from them."""

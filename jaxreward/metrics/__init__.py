@@ -1,0 +1,1 @@
+"""Recording of metrics, and statistics over runs."""

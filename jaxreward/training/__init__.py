@@ -1,0 +1,1 @@
+"""The training loop, its two stages, and the run that wires them."""
