@@ -22,7 +22,8 @@ class FrameRankerConfig:
       blocks: transformer blocks.
       heads: attention heads; divides `width`.
       hidden: hidden features of each block's two-layer perceptron.
-      grey: reduce RGB frames to one grey channel before the encoder.
+      channels: colour channels that the encoder reads, 1 or 3. RGB frames are averaged to 1; grey frames
+        are repeated to 3.
       frame_shape: (height, width) in pixels that the encoder works at. Frames that are a whole multiple
         of it are reduced by block means, other sizes are refused. None takes frames as they come; the
         parameters then fix the size.
@@ -33,7 +34,7 @@ class FrameRankerConfig:
     blocks: int = 2
     heads: int = 4
     hidden: int = 128
-    grey: bool = True
+    channels: int = 1
     frame_shape: tuple[int, int] | None = None
 
     def __post_init__(self):
@@ -42,6 +43,8 @@ class FrameRankerConfig:
             raise ConfigError(
                 f"frame ranker: width {self.width} with {self.heads} heads found; heads must divide width"
             )
+        if self.channels not in (1, 3):
+            raise ConfigError(f"frame ranker: {self.channels} channels found, 1 (grey) or 3 (RGB) expected")
 
 
 def to_grey(frames: Array) -> Array:
@@ -167,8 +170,10 @@ class FrameRanker(nn.Module):
                 f"frame ranker: where {where.dtype}{list(where.shape)} found, "
                 f"bool{list(frames.shape[:2])} expected"
             )
-        if self.config.grey:
+        if self.config.channels == 1:
             frames = to_grey(frames)
+        elif frames.shape[-1] == 1:
+            frames = jnp.repeat(frames, 3, axis=-1)
         if self.config.frame_shape is not None:
             frames = block_mean(frames, self.config.frame_shape)
         return frames
