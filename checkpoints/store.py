@@ -8,10 +8,13 @@ array (which the array store itself does not notice) an error instead of a wrong
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 import shutil
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -90,14 +93,10 @@ class CheckpointStore:
             "metadata": metadata,
         }
         json.dumps(manifest)
+        items = ocp.args.Composite(state=ocp.args.StandardSave(arrays), manifest=ocp.args.JsonSave(manifest))
         try:
-            self._open_writer().save(
-                step,
-                args=ocp.args.Composite(
-                    state=ocp.args.StandardSave(arrays), manifest=ocp.args.JsonSave(manifest)
-                ),
-                force=True,
-            )
+            with _quiet_array_store():
+                self._open_writer().save(step, args=items, force=True)
             _flush_to_disk(self.folder / str(step))
         except Exception as error:  # the array store reports a full disk as ValueError, others as OSError
             self._remove_unfinished()
@@ -132,7 +131,7 @@ class CheckpointStore:
         _check_structure(where, leaves, expected)
         wanted = {name: _stored_form(expected[name], leaf) for name, leaf in leaves.items() if _size(leaf)}
         try:
-            with self._open_reader() as reader:
+            with _quiet_array_store(), self._open_reader() as reader:
                 stored = reader.restore(
                     step, args=ocp.args.Composite(state=ocp.args.StandardRestore(wanted))
                 ).state
@@ -331,8 +330,22 @@ def _damaged(where: str, what: str, step: int) -> ModelError:
 
 
 def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+    """The error in one short line; the array store puts the cause at the end of a very long one."""
+    lines = str(error).strip().splitlines() or ["no message"]
+    line = lines[0] if len(lines[0]) <= 300 else f"{lines[0][:120]} ... {lines[0][-120:]}"
+    return f"{type(error).__name__}: {line}"
+
+
+@contextlib.contextmanager
+def _quiet_array_store() -> Iterator[None]:
+    """Keeps the array store from printing a traceback for each of its threads; the error is raised anyway."""
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _flush_to_disk(folder: Path) -> None:
