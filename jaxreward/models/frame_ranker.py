@@ -62,7 +62,7 @@ def to_grey(frames: Array) -> Array:
 
 
 def block_mean(frames: Array, shape: tuple[int, int]) -> Array:
-    """Shrinks frames to `shape` by the mean of equal blocks, rounded to the nearest integer.
+    """Shrinks frames to `shape` by the mean of equal blocks, rounded down.
 
     Args:
       frames: uint8 [..., H, W, C].
@@ -86,7 +86,7 @@ def block_mean(frames: Array, shape: tuple[int, int]) -> Array:
     blocks = frames.reshape(*frames.shape[:-3], shape[0], rows, shape[1], columns, channels)
     total = blocks.astype(jnp.int32).sum((-4, -2))
     area = rows * columns
-    return ((total + area // 2) // area).astype(jnp.uint8)
+    return (total // area).astype(jnp.uint8)
 
 
 class TransformerBlock(nn.Module):
