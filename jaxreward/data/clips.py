@@ -71,37 +71,43 @@ def sample_clips(
       Clips of min(K, length) different frames of one video each; the other slots are empty.
     """
     video_key, clip_key = jax.random.split(key)
-    video = jax.random.categorical(video_key, jnp.log(weights), shape=(batch,)).astype(jnp.int32)
-    keys = jax.random.split(clip_key, batch)
-    position = jax.vmap(lambda k, length: _sample_positions(k, length, config))(keys, lengths[video])
+    video = jax.random.choice(video_key, len(frames), (batch,), p=weights / weights.sum()).astype(jnp.int32)
+    chances = jax.random.uniform(clip_key, (batch, config.length + 3))
+    position = jax.vmap(lambda chance, length: _positions(chance, length, config))(chances, lengths[video])
     where = position >= 0
     chosen = frames[video[:, None], jnp.maximum(position, 0)]
     chosen = jnp.where(where[..., None, None, None], chosen, jnp.zeros((), frames.dtype))
     return Clips(frames=chosen, position=position, where=where, video=video)
 
 
-def _sample_positions(key: Array, length: Array, config: ClipConfig) -> Array:
-    """int32 [K]: frames of one clip, anchor first and the others shuffled; -1 in empty slots."""
-    span_key, start_key, shuffle_key = jax.random.split(key, 3)
+def _positions(chance: Array, length: Array, config: ClipConfig) -> Array:
+    """The frames of one clip.
+
+    Args:
+      chance: float32 [K + 3], uniform in [0, 1): K for the order, then one each for the kind of
+        stride, the span and the start.
+      length: int32 [], frames in the video.
+
+    Returns:
+      int32 [K], indices of frames, anchor first and the others shuffled; -1 in empty slots.
+    """
+    order_chance, (kind, span_chance, start_chance) = chance[: config.length], chance[config.length :]
     slot = jnp.arange(config.length, dtype=jnp.int32)
     count = jnp.minimum(length, config.length)
-    gaps = jnp.maximum(count - 1, 1)
-    span = _sample_span(span_key, count - 1, length - 1, config.stride)
-    start = jax.random.randint(start_key, (), 0, length - span)
-    # Evenly spaced and all different, since span >= gaps.
-    ordered = start + slot * span // gaps
-    # The anchor's rank is below all others and an empty slot's above them.
-    rank = jax.random.uniform(shuffle_key, (config.length,))
-    rank = jnp.where(slot == 0, -1.0, jnp.where(slot < count, rank, 2.0))
-    order = jnp.argsort(rank)
-    return jnp.where(slot < count, ordered[order], -1)
+    shortest, longest = count - 1, length - 1
+    spans = jnp.stack([shortest, longest, shortest + _integer_below(span_chance, longest - shortest + 1)])
+    if config.stride == "mixed":
+        span = spans[_integer_below(kind, len(spans))]
+    else:
+        span = spans[("consecutive", "whole", "between").index(config.stride)]
+    start = _integer_below(start_chance, length - span)
+    # Evenly spaced and all different, since the span has at least as many steps as the clip has gaps.
+    ordered = start + slot * span // jnp.maximum(count - 1, 1)
+    # The anchor sorts before all others and an empty slot after them.
+    rank = jnp.where(slot == 0, -1.0, jnp.where(slot < count, order_chance, 2.0))
+    return jnp.where(slot < count, ordered[jnp.argsort(rank)], -1)
 
 
-def _sample_span(key: Array, shortest: Array, longest: Array, stride: str) -> Array:
-    """int32 []: from a clip's first frame to its last, in [shortest, longest]."""
-    kind_key, span_key = jax.random.split(key)
-    between = jax.random.randint(span_key, (), shortest, longest + 1)
-    kinds = jnp.stack([shortest, longest, between])
-    if stride == "mixed":
-        return kinds[jax.random.randint(kind_key, (), 0, len(kinds))]
-    return kinds[("consecutive", "whole", "between").index(stride)]
+def _integer_below(chance: Array, limit: Array | int) -> Array:
+    """int32: turns a uniform number in [0, 1) into a uniform integer in [0, limit), limit < 2**23."""
+    return jnp.floor(chance * limit).astype(jnp.int32)
