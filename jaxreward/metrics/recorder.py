@@ -45,7 +45,7 @@ class Recorder:
         tensorboard: bool = True,
         *,
         wandb_project: str | None = None,
-        total_env_steps: int | None = None,
+        total_updates: int | None = None,
         console_fields: Sequence[str] = CONSOLE_FIELDS,
         quiet_seconds: float = 30.0,
     ):
@@ -56,7 +56,7 @@ class Recorder:
           console: print progress: a live line on a terminal, else a line every `quiet_seconds`.
           tensorboard: write event files into `folder`, with environment steps as the step.
           wandb_project: also record to this Weights & Biases project.
-          total_env_steps: the environment steps of the whole run, for the bar and the time left.
+          total_updates: the updates of the whole run, for the bar and the time left.
           console_fields: the metrics that the console shows where a row has them.
           quiet_seconds: seconds between two lines where the console is no terminal.
 
@@ -75,9 +75,9 @@ class Recorder:
         if console:
             console = console if isinstance(console, Console) else Console()
             if console.is_terminal:
-                self._console = _LiveConsole(console, console_fields, total_env_steps)
+                self._console = _LiveConsole(console, console_fields, total_updates)
             else:
-                self._console = _QuietConsole(console, console_fields, total_env_steps, quiet_seconds)
+                self._console = _QuietConsole(console, console_fields, total_updates, quiet_seconds)
             self._sinks.append(self._console)
 
     def record(self, metrics: Mapping[str, Any]) -> None:
@@ -272,7 +272,7 @@ class _WeightsAndBiases:
         self._run.finish()
 
 
-def _describe(row: Row, fields: Sequence[str], total_env_steps: int | None) -> str:
+def _describe(row: Row, fields: Sequence[str], total_updates: int | None) -> str:
     """One line: steps, rate, the chosen metrics, time left."""
     parts = [f"{row['env_steps']:,} steps"]
     rate = row["steps_per_second"]
@@ -281,8 +281,10 @@ def _describe(row: Row, fields: Sequence[str], total_env_steps: int | None) -> s
     for name in fields:
         if row.get(name) is not None:
             parts.append(f"{name.replace('_', ' ')} {row[name]:.3g}")
-    if rate and total_env_steps:
-        parts.append(f"{_duration(max(total_env_steps - row['env_steps'], 0) / rate)} left")
+    if rate and total_updates and row["update"]:
+        steps_per_update = row["env_steps"] / row["update"]
+        left = max(total_updates - row["update"], 0) * steps_per_update / rate
+        parts.append(f"{_duration(left)} left")
     return "  ".join(parts)
 
 
@@ -304,7 +306,7 @@ class _LiveConsole:
             self._task = self._progress.add_task("", total=self._total)
             self._progress.start()
         self._progress.update(
-            self._task, completed=row["env_steps"], description=_describe(row, self._fields, self._total)
+            self._task, completed=row["update"], description=_describe(row, self._fields, self._total)
         )
 
     def print(self, text: str) -> None:

@@ -106,6 +106,16 @@ def test_the_last_three_are_kept_and_each_is_its_own(tmp_path):
         assert metadata == store.read_metadata(step) == {"step": step}
 
 
+def test_other_folders_beside_the_steps_are_left_alone(tmp_path):
+    stage_1 = CheckpointStore(tmp_path / "rank", keep=1)
+    stage_1.save(200, {"x": jnp.int32(5)}, {})
+    store = CheckpointStore(tmp_path, keep=1)
+    for step in (1, 2):
+        store.save(step, {"x": jnp.int32(step)}, {})
+    assert store.steps() == [2]
+    assert stage_1.restore({"x": jnp.int32(0)})[0]["x"] == 5
+
+
 def test_a_step_is_never_overwritten_and_rewinding_is_explicit(tmp_path):
     store = CheckpointStore(tmp_path)
     for step in (1, 2, 3):

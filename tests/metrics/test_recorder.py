@@ -199,7 +199,7 @@ def test_a_missing_folder_is_a_storage_error(tmp_path):
 def test_without_a_terminal_one_line_every_n_seconds_and_the_last(tmp_path):
     text = io.StringIO()
     with Recorder(
-        tmp_path, Console(file=text, width=200), False, total_env_steps=1000, quiet_seconds=6
+        tmp_path, Console(file=text, width=200), False, total_updates=10, quiet_seconds=6
     ) as recorder:
         recorder.print("reward: rank_then_act [no environment reward]")
         for update in range(1, 9):
@@ -215,7 +215,7 @@ def test_without_a_terminal_one_line_every_n_seconds_and_the_last(tmp_path):
 def test_a_terminal_shows_a_live_line(tmp_path):
     text = io.StringIO()
     console = Console(file=text, force_terminal=True, width=150, _environ={"TERM": "xterm"})
-    with Recorder(tmp_path, console, False, total_env_steps=300) as recorder:
+    with Recorder(tmp_path, console, False, total_updates=3) as recorder:
         recorder.record(row(1, success=0.25))
         recorder.print("a note")
         recorder.record(row(2, success=0.75, return_on_failures=-0.5))
