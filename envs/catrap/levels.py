@@ -1,0 +1,147 @@
+"""Levels of Catrap as small text files that a person can draw.
+
+A level file holds 9 rows of 10 characters, top row first:
+
+    .  empty      #  wall       :  sand       H  ladder     O  boulder
+    m  walker (a monster that falls)          f  flyer (a monster that floats)
+    @  a cat (one or two; the first in reading order obeys first)
+
+Lines that start with ';' are comments, the first of which is the level's title; blank lines are ignored.
+At least one monster must be there, and killing all of them must be possible. Levels that come with the
+package also keep rows 0 and 8 all wall, because the agent's cropped picture cuts them in half.
+
+`python -m jaxreward.envs.catrap.levels` prints the table of all shipped levels (`docs/levels.md`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+from pathlib import Path
+
+import numpy as np
+from jaxreward.envs.catrap import art, solver
+
+from jaxreward.errors import DataError
+
+LEVELS_FOLDER = Path(__file__).parent / "levels"
+_LOOKS = ", ".join(f"'{character}'" for character in art.CHARACTERS)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Level:
+    """A level as drawn.
+
+    Attributes:
+      name: the file's name without ending, '01' and so on for shipped levels.
+      title: the first comment of the file, or the name.
+      cells: int8 [9, 10], read-only, the codes of `art`, EMPTY .. CAT.
+      path: the file.
+    """
+
+    name: str
+    title: str
+    cells: np.ndarray
+    path: Path
+
+
+def level_names() -> tuple[str, ...]:
+    """Names of the shipped levels, in growing difficulty."""
+    return tuple(sorted(path.stem for path in LEVELS_FOLDER.glob("*.txt")))
+
+
+def load_level(name: str | int | Path) -> Level:
+    """Reads a shipped level or a level file.
+
+    Args:
+      name: the number or name of a shipped level (2, '2', '02') or the path of a level file.
+
+    Returns:
+      The level. Files outside the package are proven solvable first; shipped ones are by the tests.
+
+    Raises:
+      DataError: no such level, a malformed file, or a level that cannot be won.
+    """
+    text = str(name)
+    shipped = text.zfill(2)
+    if shipped in level_names():
+        return _load_shipped(shipped)
+    path = Path(text)
+    if not path.is_file():
+        near = difflib.get_close_matches(shipped, level_names(), 1)
+        hint = f"; did you mean '{near[0]}'?" if near else ""
+        raise DataError(
+            f"Catrap has no level '{text}', and no file has that path{hint} "
+            f"(shipped: {', '.join(level_names())}; or give the path of a level file)"
+        )
+    level = parse_level(path.read_text(encoding="utf-8", errors="replace"), path)
+    if solver.solve(level.cells) is None:
+        raise DataError(f"{path}: this level cannot be won: no sequence of moves kills all monsters")
+    return level
+
+
+def all_levels() -> tuple[Level, ...]:
+    """The shipped levels, in growing difficulty."""
+    return tuple(_load_shipped(name) for name in level_names())
+
+
+def parse_level(text: str, path: Path) -> Level:
+    """Reads the text of a level file; whether it can be won is not checked.
+
+    Args:
+      text: the file's content.
+      path: the file, for the level's name and for messages.
+
+    Raises:
+      DataError: the file, the line, what was found there and what was expected.
+    """
+    title, rows, line_number = path.stem, [], 0
+    comments = [line[1:].strip() for line in text.splitlines() if line.startswith(";")]
+    for line_number, raw in enumerate(text.splitlines(), start=1):
+        line = raw.rstrip()
+        if not line or line.startswith(";"):
+            continue
+        where = f"{path}, line {line_number}"
+        if len(rows) == art.ROWS:
+            raise DataError(f"{where}: found a row after the last of {art.ROWS}: '{line}'; expected none")
+        if len(line) != art.COLUMNS:
+            raise DataError(
+                f"{where}: found {len(line)} characters ('{line}'), expected {art.COLUMNS}; "
+                "draw empty cells as '.'"
+            )
+        for column, character in enumerate(line, start=1):
+            if character not in art.CHARACTERS:
+                raise DataError(f"{where}, column {column}: found '{character}', expected one of {_LOOKS}")
+        rows.append([art.CHARACTERS[character] for character in line])
+    if len(rows) != art.ROWS:
+        raise DataError(
+            f"{path}, line {line_number}: the file ends after {len(rows)} rows, expected {art.ROWS}"
+        )
+    cells = np.array(rows, np.int8)
+    cells.flags.writeable = False
+    cats = int((cells == art.CAT).sum())
+    if cats not in (1, 2):
+        raise DataError(f"{path}: found {cats} cats ('@'), expected one or two")
+    if not np.isin(cells, (art.WALKER, art.FLYER)).any():
+        raise DataError(f"{path}: found no monster, expected at least one walker ('m') or flyer ('f')")
+    return Level(path.stem, comments[0] if comments else title, cells, path)
+
+
+def draw_level(cells: np.ndarray, title: str = "") -> str:
+    """The text of a level file for cells int [9, 10]; `parse_level` reads it back."""
+    characters = {code: character for character, code in art.CHARACTERS.items()}
+    rows = ["".join(characters[int(code)] for code in row) for row in cells]
+    return "\n".join([f"; {title}"] * bool(title) + rows) + "\n"
+
+
+@functools.cache
+def _load_shipped(name: str) -> Level:
+    path = LEVELS_FOLDER / f"{name}.txt"
+    level = parse_level(path.read_text(encoding="utf-8"), path)
+    for row in (0, art.ROWS - 1):
+        if (level.cells[row] != art.WALL).any():
+            raise DataError(
+                f"{path}: row {row} of a shipped level must be all wall ('#'), it is cut by the crop"
+            )
+    return level
