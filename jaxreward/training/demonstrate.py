@@ -275,7 +275,7 @@ def _play(job: _Job) -> Iterator[tuple[int, str]]:
 
 def _play_on_cartridge(cells: np.ndarray, sequences: Sequence[Sequence[int]]) -> Iterator[np.ndarray]:
     """Yields uint8 [T + 1, 144, 160, 3] for each sequence of T actions."""
-    emulator = Emulator(cells=cells)
+    emulator = Emulator(level=cells)
     try:
         for moves in sequences:
             emulator.reset()
