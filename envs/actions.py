@@ -43,8 +43,8 @@ class BoxActions:
         high = np.broadcast_to(np.asarray(high, np.float32), shape)
         if not (np.isfinite(low).all() and np.isfinite(high).all()):
             raise ConfigError(
-                f"{name} has actions without bounds ({low.tolist()} to {high.tolist()}), but every real-valued "
-                f"action needs finite ones; wrap the environment so that its action space is bounded"
+                f"{name} has actions without bounds ({low.tolist()} to {high.tolist()}), but every "
+                f"real-valued action needs finite ones; wrap the environment so that its actions are bounded"
             )
         uniform = np.ptp(low) == 0 and np.ptp(high) == 0
         space = Box(float(low.flat[0]), float(high.flat[0]), shape) if uniform else Box(-1.0, 1.0, shape)

@@ -8,14 +8,15 @@ import pytest
 brax_envs = pytest.importorskip("brax.envs")
 
 from jaxreward.envs.brax import BraxConfig, make  # noqa: E402
-from jaxreward.envs.testing import check_environment, random_actions  # noqa: E402
+from jaxreward.envs.testing import check_environment, check_episodes, random_actions  # noqa: E402
+
 from jaxreward.errors import ConfigError  # noqa: E402
 
 
 def test_contract():
-    environment = make(BraxConfig("inverted_pendulum", num_envs=4, max_episode_steps=20))
-    played = check_environment(environment, steps=50)
-    assert played.terminated.any() and played.truncated.any()
+    environment = make(BraxConfig("fast", num_envs=4, max_episode_steps=7))
+    played = check_environment(environment, steps=20, varied_starts=False)
+    assert not played.terminated.any()
 
 
 def test_steps_are_those_of_brax():
@@ -25,10 +26,11 @@ def test_steps_are_those_of_brax():
     step = jax.jit(environment.step)
     state, first = jax.jit(environment.reset)(jax.random.key(0))
     raw_state = state.single
-    starts = [np.asarray(first.observation)]
+    starts, played = [np.asarray(first.observation)], []
     for action in random_actions(environment.spec, jax.random.key(1), 40):
         raw_state = raw_step(raw_state, action)
         state, timestep = step(state, action)
+        played.append(jax.device_get(timestep))
         np.testing.assert_allclose(timestep.final_observation, raw_state.obs, rtol=1e-5, atol=1e-6)
         np.testing.assert_array_equal(timestep.terminated, raw_state.done > 0)
         np.testing.assert_array_equal(timestep.env_reward, 1.0)
@@ -39,8 +41,17 @@ def test_steps_are_those_of_brax():
     starts = np.concatenate(starts)
     assert len(np.unique(starts[:, 0])) == len(starts) > 8, "Brax's own auto-reset repeats the first state"
     np.testing.assert_array_less(np.abs(starts), 0.0101)
+    played = jax.tree.map(lambda *leaves: np.stack(leaves), *played)
+    check_episodes(environment.spec, jax.device_get(first), played)
+    assert played.terminated.any() and played.truncated.any()
 
 
+@pytest.mark.slow
+def test_the_pendulum_keeps_the_whole_contract():
+    check_environment(make(BraxConfig(num_envs=4, max_episode_steps=20)), steps=50)
+
+
+@pytest.mark.slow
 def test_action_repeat_adds_rewards_and_stops_at_the_end():
     single = make(BraxConfig("inverted_pendulum", num_envs=2, action_repeat=1))
     double = make(BraxConfig("inverted_pendulum", num_envs=2, action_repeat=3))
@@ -70,9 +81,9 @@ def test_action_repeat_adds_rewards_and_stops_at_the_end():
 
 
 def test_unusable_settings_are_errors():
-    with pytest.raises(ConfigError, match="'hoper'.*hopper"):
+    with pytest.raises(ConfigError, match=r"'hoper'.*hopper"):
         make(BraxConfig("hoper"))
-    with pytest.raises(ConfigError, match="backend 'spring'.*choose another"):
+    with pytest.raises(ConfigError, match=r"backend 'spring'.*choose another"):
         make(BraxConfig("swimmer", backend="spring"))
     with pytest.raises(ConfigError, match="action_repeat is 0"):
         make(BraxConfig(action_repeat=0))

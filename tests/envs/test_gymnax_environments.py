@@ -5,9 +5,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from jaxreward.envs.gymnax import GymnaxConfig, make
 from jaxreward.envs.testing import check_environment, random_actions
+
 from jaxreward.errors import ConfigError
 from jaxreward.types import Box, Discrete
 
@@ -107,7 +107,7 @@ def test_every_name_can_be_made(name):
 
 
 def test_an_unknown_name_is_an_error_with_the_nearest():
-    with pytest.raises(ConfigError, match="'cartpole'.*CartPole-v1"):
+    with pytest.raises(ConfigError, match=r"'cartpole'.*CartPole-v1"):
         make(GymnaxConfig("cartpole"))
     with pytest.raises(ConfigError, match="num_envs is 0"):
         make(GymnaxConfig(num_envs=0))
