@@ -26,6 +26,9 @@ from jaxreward.envs.catrap import art, solver
 from jaxreward.errors import DataError
 
 LEVELS_FOLDER = Path(__file__).parent / "levels"
+# Short enough to be learned from 64-step episodes, too long for luck: the levels of learning curves.
+BENCHMARK_LEVELS = ("02", "03", "13", "14", "15", "16", "17", "18", "19", "20")
+
 _LOOKS = ", ".join(f"'{character}'" for character in art.CHARACTERS)
 
 
@@ -135,6 +138,25 @@ def draw_level(cells: np.ndarray, title: str = "") -> str:
     return "\n".join([f"; {title}"] * bool(title) + rows) + "\n"
 
 
+def table() -> str:
+    """The table of all shipped levels in Markdown, every number computed from the level files."""
+    lines = [
+        "| level | title | cats | monsters | moves | states | dead states | random success | backtracking |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for level in all_levels():
+        graph = solver.explore(level.cells)
+        cats = int((level.cells == art.CAT).sum())
+        monsters = int(np.isin(level.cells, (art.WALKER, art.FLYER)).sum())
+        mark = "*" if level.name in BENCHMARK_LEVELS else ""
+        lines.append(
+            f"| {level.name}{mark} | {level.title} | {cats} | {monsters} | {graph.distance[0]} "
+            f"| {len(graph.won)} | {solver.dead_share(graph):.2f} | {100 * solver.random_success(graph):.2g} % "
+            f"| {'needed' if solver.needs_backtracking(graph) else 'no'} |"
+        )
+    return "\n".join(lines)
+
+
 @functools.cache
 def _load_shipped(name: str) -> Level:
     path = LEVELS_FOLDER / f"{name}.txt"
@@ -145,3 +167,25 @@ def _load_shipped(name: str) -> Level:
                 f"{path}: row {row} of a shipped level must be all wall ('#'), it is cut by the crop"
             )
     return level
+
+
+_PREFACE = """# Levels of Catrap
+
+Written by `python -m jaxreward.envs.catrap.levels`, which computes every number anew from the level files
+by exhaustive search.
+
+- **moves**: the shortest solution, in actions.
+- **states**: how many states can be reached (facing left out).
+- **dead states**: the share of them from which the level can no longer be won.
+- **random success**: the probability that 64 uniformly random actions win (exact, by Markov chain; the
+  actions are right, left, up and down, and swap in levels of two cats).
+- **backtracking**: whether every solution makes a cat come back to a cell that it had left.
+- **\\***: one of `BENCHMARK_LEVELS`.
+
+01 to 12 grow in difficulty; 13 to 20 are shorter levels for learning curves; 21 and 22 have two cats and
+need the actions 'all'.
+"""
+
+if __name__ == "__main__":
+    print(_PREFACE)
+    print(table())

@@ -130,7 +130,7 @@ def _move(now: Snapshot, action: Array) -> tuple[Array, Snapshot]:
     horizontal, up, down = action <= LEFT, action == UP, action == DOWN
     offset = jnp.array(_OFFSETS, jnp.int32)[action]
     is_active = jnp.arange(2) == now.active
-    cat, other = jnp.where(is_active, now.positions, now.positions[::-1])
+    cat, other = now.positions[now.active], now.positions[1 - now.active]
     target, beyond = cat + offset, jnp.clip(cat + 2 * offset, 0, _SIZE - 1)
     flat = now.cells.reshape(-1)
     here = flat[cat]

@@ -71,9 +71,7 @@ def solve(cells: np.ndarray, max_states: int = 1_000_000) -> list[int] | None:
         return None
     parent = np.full(len(won), -1)
     by = np.zeros(len(won), np.int64)
-    for state, row in enumerate(
-        transitions
-    ):  # states are numbered breadth first: the first parent is nearest
+    for state, row in enumerate(transitions):  # breadth first: the first parent found is the nearest
         for column, child in enumerate(row):
             if child > 0 and parent[child] < 0:
                 parent[child], by[child] = state, column
@@ -82,6 +80,16 @@ def solve(cells: np.ndarray, max_states: int = 1_000_000) -> list[int] | None:
         path.append(actions[by[state]])
         state = int(parent[state])
     return path[::-1]
+
+
+def settle(cells: np.ndarray) -> np.ndarray:
+    """Redraws a level (integers [9, 10], EMPTY .. CAT) as it is at rest; int8 [9, 10]."""
+    grid, places, _ = unpack(_start(cells))
+    drawn = grid[0].astype(np.int8)
+    for row, column in places[0]:
+        if row >= 0:
+            drawn[row, column] = CAT
+    return drawn
 
 
 def unpack(states: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -202,7 +210,7 @@ def _search(cells: np.ndarray, max_states: int, stop_at_win: bool):
     actions = (RIGHT, LEFT, UP, DOWN) + ((SWAP,) if start[0, _FIRST + 1] != _ABSENT else ())
     numbers = {start.tobytes(): 0}
     layers, rows = [start], []
-    frontier, first = start, 0
+    frontier = start
     while len(frontier):
         won = _won(frontier)
         if stop_at_win and won.any():
@@ -225,7 +233,6 @@ def _search(cells: np.ndarray, max_states: int, stop_at_win: bool):
                 f"the level has more than {max_states} states; expected fewer, so that it can be searched"
             )
         rows.append(row.reshape(len(frontier), len(actions)))
-        first += len(frontier)
         frontier = after.reshape(-1, _STATE)[new]
         layers.append(frontier)
     states = np.concatenate(layers)
