@@ -7,9 +7,11 @@ A second run with the same arguments goes on where the first was interrupted.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import tyro
 from rich.console import Console
@@ -37,9 +39,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             description="Record expert videos of Catrap.",
             args=arguments,
         )
-        with Progress(*columns, console=console, transient=True) as bar:
+        with Progress(*columns, console=console, transient=True) as bar, _interrupts_noted() as check:
             task = bar.add_task("", total=None)
-            done = demonstrate(config, lambda ready, total: bar.update(task, completed=ready, total=total))
+
+            def show(ready: int, total: int) -> None:
+                bar.update(task, completed=ready, total=total)
+                check()
+
+            done = demonstrate(config, show)
     except JaxrewardError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -51,6 +58,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{len(done.videos)} videos, {frames} frames: {done.recorded} recorded, {kept} already there.")
     print(f"They are in {done.folder}, described in {os.path.join(done.folder, MANIFEST)}.")
     return 0
+
+
+@contextlib.contextmanager
+def _interrupts_noted() -> Iterator[Callable[[], None]]:
+    """Notes a first Ctrl-C; the function that is yielded raises it as KeyboardInterrupt.
+
+    Raised wherever it comes, it could strike inside the emulator's or the video library's compiled code,
+    which drops it. A second Ctrl-C interrupts at once.
+    """
+    noted = False
+
+    def note(*_) -> None:
+        nonlocal noted
+        noted = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def check() -> None:
+        if noted:
+            raise KeyboardInterrupt
+
+    former = signal.signal(signal.SIGINT, note)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, former)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from typing import Literal
 
 import av
 import numpy as np
+from av.video.reformatter import VideoReformatter
 from PIL import Image
 
 from jaxreward.errors import ConfigError, DataError, StorageError
@@ -483,10 +484,12 @@ def _collect(decoded: Iterator[av.VideoFrame], path: Path, options: VideoOptions
     """Strides over, transforms and stacks decoded frames, dropping repetitions; also counts those."""
     kept: list[np.ndarray] = []
     dropped = used = 0
+    # One for the whole file: `frame.to_ndarray(format=...)` sets up a conversion for every frame.
+    reformatter = VideoReformatter()
     for number, frame in enumerate(decoded):
         if number % options.stride:
             continue
-        picture = _transform(frame.to_ndarray(format="rgb24"), path, options)
+        picture = _transform(reformatter.reformat(frame, format="rgb24").to_ndarray(), path, options)
         if kept and picture.shape != kept[0].shape:
             raise DataError(
                 f"{path}: its pictures change size from {_size(kept[0][None])} to {_size(picture[None])}; "

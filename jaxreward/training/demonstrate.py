@@ -30,7 +30,7 @@ KINDS: tuple[str, ...] = get_args(solver.ExpertKind)
 _FORMAT = 1
 _CHUNK = 32  # videos that one call plays: starting an emulator costs as much as a few of them
 _SAVE_EVERY = 256  # videos: what a kill without warning loses at most
-_HEADER = ("format", "backend", "seed", "max_length", "fps", "actions", "cartridge_sha256")
+_HEADER = ("format", "seed", "max_length", "fps", "actions")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +89,7 @@ class Demonstration:
       moves: the actions played, numbers into the header's `actions`.
       frames: pictures in the video, one more than there are moves.
       sha256: hash of the file.
+      cartridge_sha256: hash of the cartridge that played it; None if the JAX rules did.
     """
 
     file: str
@@ -100,6 +101,7 @@ class Demonstration:
     moves: tuple[int, ...]
     frames: int
     sha256: str
+    cartridge_sha256: str | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,13 +137,11 @@ def demonstrate(
     chosen = _choose_levels(config.level)
     header = _header(config)
     known = _read_manifest(config.out, header)
-    wanted = [_plan(level, index, config) for level in chosen for index in range(config.count)]
-    ready = {d.file: d for d in map(known.get, (p.file for p in wanted)) if d and _is_intact(d, config.out)}
-    pending = [
-        plan
-        for plan in wanted
-        if plan.file not in ready or ready[plan.file].level_sha256 != plan.level_sha256
-    ]
+    played_on = None
+    if config.backend == "cartridge":
+        played_on = hashlib.sha256(cartridge.ROM.read_bytes()).hexdigest()
+    wanted = [_plan(level, index, played_on, config) for level in chosen for index in range(config.count)]
+    pending = [plan for plan in wanted if not _is_ready(plan, known.get(plan.file), config.out)]
     total, recorded = len(wanted), 0
     if progress is not None:
         progress(total - len(pending), total)
@@ -167,6 +167,7 @@ class _Plan:
     file: str
     level: levels.Level
     level_sha256: str
+    cartridge_sha256: str | None
     index: int
     kind: str
     seed: tuple[int, ...]
@@ -194,13 +195,13 @@ def _choose_levels(names: str) -> tuple[levels.Level, ...]:
     return chosen
 
 
-def _plan(level: levels.Level, index: int, config: DemonstrateConfig) -> _Plan:
+def _plan(level: levels.Level, index: int, played_on: str | None, config: DemonstrateConfig) -> _Plan:
     kind = KINDS[index % len(KINDS)] if config.kind == "mixed" else config.kind
     drawn = levels.draw_level(level.cells).encode()
     # Each video has a seed of its own, so that any subset can be recorded again.
     seed = (config.seed, zlib.crc32(drawn), KINDS.index(kind), index)
     file = f"{level.name}/{index:04d}_{kind}.mp4"
-    return _Plan(file, level, hashlib.sha256(drawn).hexdigest(), index, kind, seed)
+    return _Plan(file, level, hashlib.sha256(drawn).hexdigest(), played_on, index, kind, seed)
 
 
 def _record_all(plans: Sequence[_Plan], config: DemonstrateConfig) -> Iterator[Demonstration]:
@@ -251,8 +252,18 @@ def _sample(graph: solver.StateGraph, plan: _Plan, max_length: int) -> tuple[int
 
 
 def _describe(plan: _Plan, optimal: int, moves: tuple[int, ...], frames: int, digest: str) -> Demonstration:
-    level, drawn = plan.level.name, plan.level_sha256
-    return Demonstration(plan.file, level, drawn, plan.index, plan.kind, optimal, moves, frames, digest)
+    return Demonstration(
+        file=plan.file,
+        level=plan.level.name,
+        level_sha256=plan.level_sha256,
+        index=plan.index,
+        kind=plan.kind,
+        optimal=optimal,
+        moves=moves,
+        frames=frames,
+        sha256=digest,
+        cartridge_sha256=plan.cartridge_sha256,
+    )
 
 
 def _ignore_interrupt() -> None:
@@ -322,8 +333,7 @@ def _play_in_jax(cells: np.ndarray, sequences: Sequence[Sequence[int]]) -> Itera
 
 def _header(config: DemonstrateConfig) -> dict[str, Any]:
     """What all videos of a folder have in common."""
-    digest = hashlib.sha256(cartridge.ROM.read_bytes()).hexdigest() if config.backend == "cartridge" else None
-    values = (_FORMAT, config.backend, config.seed, config.max_length, config.fps, list(BUTTONS), digest)
+    values = (_FORMAT, config.seed, config.max_length, config.fps, list(BUTTONS))
     return dict(zip(_HEADER, values, strict=True))
 
 
@@ -357,9 +367,14 @@ def _write_manifest(folder: Path, header: dict[str, Any], known: dict[str, Demon
     write_atomically(folder / MANIFEST, text.encode())
 
 
-def _is_intact(demonstration: Demonstration, folder: Path) -> bool:
+def _is_ready(plan: _Plan, known: Demonstration | None, folder: Path) -> bool:
+    """Whether the video is there, whole, of the same level and from the same cartridge."""
+    if known is None:
+        return False
+    if (known.level_sha256, known.cartridge_sha256) != (plan.level_sha256, plan.cartridge_sha256):
+        return False
     try:
-        content = (folder / demonstration.file).read_bytes()
+        content = (folder / plan.file).read_bytes()
     except OSError:
         return False
-    return hashlib.sha256(content).hexdigest() == demonstration.sha256
+    return hashlib.sha256(content).hexdigest() == known.sha256
