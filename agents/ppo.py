@@ -391,7 +391,7 @@ class PPO:
             (params, opt_state),
             (progress.params, progress.opt_state),
         )
-        metrics["gradient_norm"] = optax.global_norm(gradients)
+        metrics["gradient_norm"] = optax.tree.norm(gradients)
         metrics["applied"] = active.astype(jnp.float32)
         return Progress(params, opt_state, active), metrics
 
