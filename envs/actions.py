@@ -10,7 +10,7 @@ from jaxreward.errors import ConfigError
 from jaxreward.types import Array, Box
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class BoxActions:
     """Maps actions of a Box to a simulator's real-valued actions, clipping those outside of it.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import itertools
 import mmap
 import weakref
 from typing import Any, Literal
@@ -113,7 +114,7 @@ class GymnasiumVectorEnvironment:
         bounds = [config.num_envs * i // count for i in range(count + 1)]
         blocks = [
             dataclasses.replace(self._settings, start=start, stop=stop)
-            for start, stop in zip(bounds[:-1], bounds[1:], strict=True)
+            for start, stop in itertools.pairwise(bounds)
         ]
         specs = self._settings.array_specs()
         self._owner = np.repeat(np.arange(count), np.diff(bounds))
@@ -143,7 +144,8 @@ class GymnasiumVectorEnvironment:
             known = self.spec.action_space.n
             if np.any((action < 0) | (action >= known)):
                 raise SimulatorError(
-                    f"{self.config.id}: an action is {action.min()} .. {action.max()}; expected 0 .. {known - 1}"
+                    f"{self.config.id}: an action is {action.min()} .. {action.max()}; "
+                    f"expected 0 .. {known - 1}"
                 )
             self._arrays["action"][handles] = action + self._first_action
         return self._run(STEP, handles)

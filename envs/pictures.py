@@ -19,7 +19,7 @@ from jaxreward.types import Array, PyTree
 MINIMUM_SIZE = 84  # pixels
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # hashed by identity: its fields hold arrays and trees
 class ObservationPicture:
     """Draws one environment's observation as a uint8 RGB picture; pure and jittable.
 

@@ -86,7 +86,7 @@ def shared_file(size: int) -> BinaryIO:
     if hasattr(os, "memfd_create"):
         file = os.fdopen(os.memfd_create("jaxreward"), "w+b")
     else:
-        file = tempfile.TemporaryFile()
+        file = tempfile.TemporaryFile()  # noqa: SIM115
     file.truncate(size)
     return file
 
