@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,9 @@ from jaxreward.types import Array, Box, EnvironmentSpec, PyTree, TimeStep, zeros
 
 HostStep = TimeStep
 """A `TimeStep` whose leaves are NumPy arrays [b, ...]: what a host environment returns."""
+
+Unroll = Literal["loop", "scan"]
+"""How a driver steps a host environment: a plain loop around the jitted agent, or a scan inside jit."""
 
 _COUNTER_MASK = 0x7FFFFFFF  # the counter wraps within the non-negative int32 numbers
 
@@ -85,9 +88,10 @@ class HostEnvironment:
     on_device = False
     can_save = False
 
-    def __init__(self, host: HostVectorEnvironment):
-        """Wraps `host`, which is closed by `close`."""
+    def __init__(self, host: HostVectorEnvironment, *, unroll: Unroll = "loop"):
+        """Wraps `host`, which is closed by `close`; `unroll` tells drivers which path to take."""
         self.host = host
+        self.unroll = unroll
         self.spec = host.spec
         self._step_spec = timestep_spec(host.spec, host.info_spec)
         self._counter = np.zeros(host.spec.num_envs, np.int32)

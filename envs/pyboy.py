@@ -1,0 +1,389 @@
+"""Catrap in the Game Boy emulator PyBoy: our own cartridge, or a user's ROM of the original.
+
+Many emulators run in a few worker processes (`envs/pyboy_worker.py`) over memory that they share with
+this one. A step presses a button and ends when the game is at rest, so it is exactly one step of the
+pure-JAX rules, however long something falls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import mmap
+import os
+import select
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Iterator
+from typing import BinaryIO, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxreward.envs.catrap import art
+from jaxreward.envs.catrap.environment import TASK
+from jaxreward.envs.catrap.levels import all_levels, load_level
+from jaxreward.envs.host import HostEnvironment, HostStep, Unroll
+from jaxreward.envs.pyboy_worker import (
+    CROP_ROWS,
+    DONE,
+    FAILED,
+    QUIT,
+    RESET,
+    SCREEN_COLUMNS,
+    SCREEN_ROWS,
+    STEP,
+    BlockSettings,
+    Emulator,
+    EmulatorBlock,
+    read_rom,
+)
+
+from jaxreward.errors import ConfigError, SimulatorError
+from jaxreward.types import Discrete, EnvironmentSpec
+
+__all__ = ["CartridgeConfig", "CartridgeEnvironment", "Emulator", "EmulatorVectorEnvironment", "measure_raw"]
+
+Actions = Literal["dpad", "all"]
+NUM_ACTIONS = {"dpad": 4, "all": 6}
+ANSWER_SECONDS = 120.0  # a worker that has not answered by then hangs
+
+
+@dataclasses.dataclass(frozen=True)
+class CartridgeConfig:
+    """Settings of Catrap in an emulator.
+
+    Attributes:
+      level: number, name or file of a level; several with commas between, or 'all': environment i plays
+        level i mod n. A user's ROM plays what its save state holds instead.
+      num_envs: B, emulators that step together.
+      max_episode_steps: button presses until an episode is truncated.
+      workers: processes that run the emulators; 0 runs them in this one.
+      scale: screen pixels a pixel of the observation, which is grey uint8 [120 / scale, 160 / scale, 1]: the
+        centre 160 x 120 of the screen, averaged over blocks; 1, 2, 4 or 8.
+      frame_scale: the same for the frames that a scorer sees, [144 / frame_scale, 160 / frame_scale, 1];
+        1, 2, 4, 8 or 16.
+      actions: 'dpad' is RIGHT 0, LEFT 1, UP 2, DOWN 3; 'all' adds REWIND 4 and SWAP 5.
+      rom: path of a user's own ROM of the original game; empty for our cartridge.
+      save_state: path of a PyBoy save state at the start of a level of that ROM.
+      unroll: how a driver should step: from inside jit ('scan') or in a plain loop ('loop').
+    """
+
+    level: str = "2"
+    num_envs: int = 128
+    max_episode_steps: int = 64
+    workers: int = 2
+    scale: int = 4
+    frame_scale: int = 4
+    actions: Actions = "dpad"
+    rom: str = ""
+    save_state: str = ""
+    unroll: Unroll = "loop"
+
+
+class CartridgeEnvironment(HostEnvironment):
+    """Catrap in emulators under the Environment protocol.
+
+    Observation: grey uint8 [120 / scale, 160 / scale, 1]. Frame: grey uint8 [144 / frame_scale,
+    160 / frame_scale, 1]. Action: int32, see `CartridgeConfig.actions`. Reward: 1.0 on a win. Termination:
+    the last monster is dead. `info`: 'success' bool.
+    """
+
+    def __init__(self, config: CartridgeConfig):
+        """Starts the emulators; raises ConfigError or SimulatorError."""
+        super().__init__(EmulatorVectorEnvironment(config), unroll=config.unroll)
+        self.config = config
+
+
+class EmulatorVectorEnvironment:
+    """A `HostVectorEnvironment` of Catrap emulators; returns copies, never its shared arrays."""
+
+    def __init__(self, config: CartridgeConfig):
+        """Starts the workers and waits until all emulators run.
+
+        Raises:
+          ConfigError: a setting that cannot be used.
+          DataError: a level that is missing, malformed or unsolvable.
+          SimulatorError: a ROM that cannot be used, or a worker that does not start.
+        """
+        _check(config)
+        if config.rom:
+            read_rom(config.rom)  # a bad file is an error here, not a death in a worker
+        self.config = config
+        self.spec = _spec(config)
+        self.info_spec = {"success": jax.ShapeDtypeStruct((), jnp.bool_)}
+        levels = [] if config.rom else _levels(config)
+        count = max(config.workers, 1)
+        bounds = [config.num_envs * i // count for i in range(count + 1)]
+        blocks = [_block(config, levels, *pair) for pair in itertools.pairwise(bounds)]
+        size = blocks[0].array_bytes()
+        with _shared_file(size) as file:
+            # No name, so nothing to unlink: the memory goes when the last process lets go of it.
+            self._arrays = blocks[0].arrays(mmap.mmap(file.fileno(), size))
+            if config.workers:
+                self._blocks = [_Worker(block, file.fileno()) for block in blocks]
+            else:
+                self._blocks = [_InProcess(EmulatorBlock(blocks[0], self._arrays), blocks[0])]
+        self._finalizer = weakref.finalize(self, _end, self._blocks)
+        try:
+            for block in self._blocks:
+                block.wait()
+        except BaseException:
+            self.close()
+            raise
+
+    def reset(self, handles: np.ndarray, seeds: np.ndarray) -> HostStep:
+        """See `HostVectorEnvironment`; the game draws no random numbers."""
+        del seeds
+        self._run(RESET, handles)
+        return self._result(handles)
+
+    def step(self, handles: np.ndarray, action: np.ndarray) -> HostStep:
+        """See `HostVectorEnvironment`."""
+        known = NUM_ACTIONS[self.config.actions]
+        if np.any((action < 0) | (action >= known)):
+            raise SimulatorError(f"an action is {action.min()} .. {action.max()}; expected 0 .. {known - 1}")
+        self._arrays["action"][handles] = action
+        self._run(STEP, handles)
+        return self._result(handles)
+
+    def close(self) -> None:
+        """See `HostVectorEnvironment`."""
+        self._finalizer()
+
+    def _run(self, command: bytes, handles: np.ndarray) -> None:
+        if not self._finalizer.alive:
+            raise SimulatorError("the emulators were closed: make a new environment")
+        selected = self._arrays["selected"]
+        selected[...] = False
+        selected[handles] = True
+        asked = [block for block in self._blocks if selected[block.start : block.stop].any()]
+        try:
+            for block in asked:
+                block.send(command)
+            for block in asked:
+                block.wait()
+        except BaseException:
+            # Answers may still be on their way: there is no telling them from those to the next command.
+            self.close()
+            raise
+
+    def _result(self, handles: np.ndarray) -> HostStep:
+        rows = {name: array[handles] for name, array in self._arrays.items()}  # integer indices copy
+        return HostStep(
+            observation=rows["observation"],
+            frame=rows["frame"],
+            final_observation=rows["final_observation"],
+            final_frame=rows["final_frame"],
+            first=rows["first"],
+            episode_step=rows["episode_step"],
+            env_reward=rows["terminated"].astype(np.float32),
+            terminated=rows["terminated"],
+            truncated=rows["truncated"],
+            info={"success": rows["terminated"]},
+        )
+
+
+class _Worker:
+    """The parent's side of a process that runs a block of emulators."""
+
+    def __init__(self, settings: BlockSettings, descriptor: int):
+        self.start, self.stop = settings.start, settings.stop
+        arguments = json.dumps([descriptor, dataclasses.asdict(settings)])
+        # A fresh interpreter and not multiprocessing's spawn, which would import the main module of this
+        # process, and JAX with it. -P: the current folder must not shadow modules.
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "jaxreward.envs.pyboy_worker", arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=(descriptor,),
+            bufsize=0,
+            process_group=0,  # out of reach of Ctrl-C in a terminal
+        )
+
+    def send(self, command: bytes) -> None:
+        """Gives a command; `wait` for its end."""
+        try:
+            self._process.stdin.write(command)
+        except BrokenPipeError:
+            raise self._failure() from None
+
+    def wait(self) -> None:
+        """Waits for the end of a command; raises SimulatorError with the worker's cause if it failed."""
+        answers = self._process.stdout
+        if not select.select([answers], [], [], ANSWER_SECONDS)[0]:
+            raise SimulatorError(f"{self} has not answered for {ANSWER_SECONDS:.0f} s")
+        if answers.read(1) != DONE:
+            raise self._failure(answered=True)
+
+    def end(self) -> None:
+        """Asks the process to quit, and kills it if it does not."""
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(QUIT)
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+
+    def _failure(self, *, answered: bool = False) -> SimulatorError:
+        """The error that says why the worker failed: its own message, or how its process ended."""
+        answers = self._process.stdout
+        if answered or answers.read(1) == FAILED:
+            header = answers.read(4)
+            if len(header) == 4:
+                message = _read_exactly(answers, struct.unpack("<I", header)[0])
+                return SimulatorError(f"{self}: {message.decode(errors='replace')}")
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(5)
+        code = self._process.returncode
+        how = f"was killed by signal {-code}" if code and code < 0 else f"ended with status {code}"
+        return SimulatorError(f"{self} {how} without an answer: its memory may have run out")
+
+    def __str__(self) -> str:
+        return f"the emulator worker of environments {self.start} .. {self.stop - 1}"
+
+
+class _InProcess:
+    """A block of emulators in this process, with a worker's interface."""
+
+    def __init__(self, block: EmulatorBlock, settings: BlockSettings):
+        self.start, self.stop = settings.start, settings.stop
+        self._block = block
+
+    def send(self, command: bytes) -> None:
+        self._block.run(command)
+
+    def wait(self) -> None:
+        pass
+
+    def end(self) -> None:
+        self._block.close()
+
+
+def _end(blocks: list[_Worker | _InProcess]) -> None:
+    for block in blocks:
+        block.end()
+
+
+def _read_exactly(file: BinaryIO, count: int) -> bytes:
+    data = b""
+    while len(data) < count and (more := file.read(count - len(data))):
+        data += more
+    return data
+
+
+@contextlib.contextmanager
+def _shared_file(size: int) -> Iterator[BinaryIO]:
+    """Opens a file without a name, of `size` zero bytes, in memory where the system can."""
+    in_memory = hasattr(os, "memfd_create")
+    with os.fdopen(os.memfd_create("emulators"), "w+b") if in_memory else tempfile.TemporaryFile() as file:
+        file.truncate(size)
+        yield file
+
+
+def _levels(config: CartridgeConfig) -> list[list[list[int]]]:
+    """The cells of the levels that a config names."""
+    if config.level == "all":
+        levels = all_levels()
+    else:
+        levels = [load_level(name.strip()) for name in config.level.split(",")]
+    for level in levels:
+        if config.actions == "dpad" and (level.cells == art.CAT).sum() > 1:
+            raise ConfigError(
+                f"Catrap level '{level.name}' has two cats, found actions='dpad': set actions='all', "
+                "which can swap them"
+            )
+    return [level.cells.tolist() for level in levels]
+
+
+def _block(config: CartridgeConfig, levels: list[list[list[int]]], start: int, stop: int) -> BlockSettings:
+    return BlockSettings(
+        num_envs=config.num_envs,
+        start=start,
+        stop=stop,
+        max_episode_steps=config.max_episode_steps,
+        scale=config.scale,
+        frame_scale=config.frame_scale,
+        levels=levels,
+        rom=config.rom,
+        save_state=config.save_state,
+    )
+
+
+def _spec(config: CartridgeConfig) -> EnvironmentSpec:
+    scale, frame_scale = config.scale, config.frame_scale
+    height, width = SCREEN_ROWS // frame_scale, SCREEN_COLUMNS // frame_scale
+    return EnvironmentSpec(
+        num_envs=config.num_envs,
+        max_episode_steps=config.max_episode_steps,
+        task=TASK,
+        observation=jax.ShapeDtypeStruct((CROP_ROWS // scale, SCREEN_COLUMNS // scale, 1), jnp.uint8),
+        frame=jax.ShapeDtypeStruct((height, width, 1), jnp.uint8),
+        image_shape=(height, width, 3),
+        action_space=Discrete(NUM_ACTIONS[config.actions]),
+    )
+
+
+def _check(config: CartridgeConfig) -> None:
+    """Raises ConfigError for the first setting that cannot be used."""
+    allowed = {
+        "scale": (1, 2, 4, 8),
+        "frame_scale": (1, 2, 4, 8, 16),
+        "actions": get_args(Actions),
+        "unroll": get_args(Unroll),
+    }
+    for name, values in allowed.items():
+        if getattr(config, name) not in values:
+            raise ConfigError(f"{name} is {getattr(config, name)!r}; expected one of {values}")
+    for name, least in (("num_envs", 1), ("max_episode_steps", 1), ("workers", 0)):
+        if getattr(config, name) < least:
+            raise ConfigError(f"{name} is {getattr(config, name)}; expected at least {least}")
+    if config.workers > config.num_envs:
+        raise ConfigError(f"workers is {config.workers}, more than num_envs, {config.num_envs}")
+    if config.save_state and not config.rom:
+        raise ConfigError("save_state is given without rom: our own cartridge needs none, clear it")
+
+
+def measure_raw(config: CartridgeConfig, steps: int, *, seed: int = 0) -> dict[str, float]:
+    """Measures how fast the emulators step with random actions and no policy.
+
+    Args:
+      config: settings.
+      steps: vector steps to time.
+      seed: of the actions.
+
+    Returns:
+      'steps_per_second' (environment steps by the wall clock), 'start_seconds' (until all emulators run)
+      and 'reset_seconds' (one reset of all).
+    """
+    actions = np.random.default_rng(seed).integers(
+        0, NUM_ACTIONS[config.actions], (steps, config.num_envs), np.int32
+    )
+    handles = np.arange(config.num_envs, dtype=np.int32)
+    times = [time.perf_counter()]
+    environment = EmulatorVectorEnvironment(config)
+    try:
+        times.append(time.perf_counter())
+        environment.reset(handles, np.zeros(config.num_envs, np.uint32))
+        times.append(time.perf_counter())
+        for action in actions:
+            environment.step(handles, action)
+        times.append(time.perf_counter())
+    finally:
+        environment.close()
+    start, reset, stepping = np.diff(times)
+    return {
+        "steps_per_second": steps * config.num_envs / stepping,
+        "start_seconds": float(start),
+        "reset_seconds": float(reset),
+    }
