@@ -1,4 +1,4 @@
-"""The Reward protocol, the queries that it asks of a scorer, and the combinators.
+"""The Reward protocol and the queries that a reward asks of a scorer.
 
 A reward is settled on whole rollouts, after acting and before learning, in three pure steps:
 `propose` says which frames a scorer must judge, the training loop has them judged in large batches,
@@ -41,7 +41,7 @@ class Queries:
 class Reward(Protocol):
     """A reward; numeric settings are leaves of its state, so that states can be vmapped over settings."""
 
-    needs_scorer: bool  # False: `propose` returns no queries and the loop never calls a scorer
+    needs_scorer: bool  # False: `propose` returns no queries and no scorer is called
     uses_env_reward: bool  # True: reads env_reward or success, and the run's header says so
 
     def init(self, key: Array, spec: EnvironmentSpec) -> PyTree:
@@ -58,8 +58,12 @@ class Reward(Protocol):
 
     def settle(
         self, state: PyTree, rollout: Rollout, queries: Queries | None, scores: Scores | None, key: Array
-    ) -> tuple[dict[str, Array], dict[str, Array]]:
-        """Turns scores into rewards: ({stream: float32 [T, B]}, scalar metrics)."""
+    ) -> tuple[PyTree, dict[str, Array], dict[str, Array]]:
+        """Turns scores into rewards: (state, {stream: float32 [T, B]}, scalar metrics).
+
+        It changes no part of the state that `propose` reads, so that the next rollout can be proposed
+        while this one is being scored.
+        """
         ...
 
     def learn(self, state: PyTree, experience: Experience, key: Array) -> tuple[PyTree, dict[str, Array]]:

@@ -209,6 +209,7 @@ def init_rank_state(config: RankConfig, model: FrameRankerConfig, key: Array) ->
     )
 
 
+@functools.lru_cache(maxsize=16)  # going on in the same process compiles nothing anew
 def make_rank_step(
     config: RankConfig, model: FrameRankerConfig, render: Render | None = None
 ) -> Callable[[RankState, Videos], tuple[RankState, dict[str, Array]]]:
@@ -239,7 +240,7 @@ def make_rank_step(
             (value, metrics), gradients = jax.value_and_grad(loss, has_aux=True)(params)
             updates, optimizer_state = optimizer.update(gradients, optimizer_state, params)
             params = optax.apply_updates(params, updates)
-            rows.append(metrics | {"loss": value, "grad_norm": optax.global_norm(gradients)})
+            rows.append(metrics | {"loss": value, "grad_norm": optax.tree.norm(gradients)})
         metrics = jax.tree.map(lambda *values: jnp.stack(values).mean(), *rows)
         coefficient = state.kl_coefficient
         if config.objective == "grpo":

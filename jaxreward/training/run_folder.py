@@ -72,7 +72,14 @@ class RunFolder:
         Raises:
           StorageError: the folder cannot be written or the disk is full.
         """
-        text = json.dumps(_finite(value), indent=2, allow_nan=False) + "\n"
+        self.write_text(name, json.dumps(_finite(value), indent=2, allow_nan=False) + "\n")
+
+    def write_text(self, name: str, text: str) -> None:
+        """Writes a text file into the folder, whole or not at all.
+
+        Raises:
+          StorageError: the folder cannot be written or the disk is full.
+        """
         target, half = self.path / name, self.path / f".{name}.tmp"
         with _storage(f"{target}"):
             try:

@@ -1,0 +1,81 @@
+"""Videos of what a policy does: its best win and its best paid failure, with the reward underneath."""
+
+from __future__ import annotations
+
+import pathlib
+
+import jax
+import numpy as np
+
+from jaxreward.data.annotate import annotate
+from jaxreward.data.video import write_video
+from jaxreward.evaluation.policies import Episode, Evaluation, pad_frames
+from jaxreward.evaluation.preflight import episode_rewards
+from jaxreward.types import Array
+
+FRAMES_PER_SECOND = 4
+CANDIDATES = 32  # episodes of each outcome that are rewarded to find the best
+
+
+def write_showcase(
+    environment, reward, scorer, evaluation: Evaluation, key: Array, folder: pathlib.Path
+) -> dict[str, str]:
+    """Writes best.mp4 (the best paid success) and failure.mp4 (the best paid failure).
+
+    Args:
+      environment: the environment of the evaluation.
+      reward: the reward that the policy was trained on.
+      scorer: the PreparedScorer, or None.
+      evaluation: the played episodes.
+      key: a typed key for the reward's random choices.
+      folder: where the files go.
+
+    Returns:
+      {'best': path, 'failure': path}, without an outcome that did not occur.
+
+    Raises:
+      StorageError: the folder cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    written = {}
+    for name, outcome in (("best", True), ("failure", False)):
+        episodes = [e for e in evaluation.episodes if e.success == outcome][:CANDIDATES]
+        if not episodes:
+            continue
+        paid = reward_episodes(environment, reward, scorer, episodes, key)
+        chosen = int(np.argmax([p.sum() for p in paid]))
+        path = folder / f"{name}.mp4"
+        write_episode(environment, episodes[chosen], paid[chosen], path)
+        written[name] = str(path)
+    return written
+
+
+def reward_episodes(environment, reward, scorer, episodes: list[Episode], key: Array) -> list[np.ndarray]:
+    """The reward of every step of each episode: a float32 [length] for each."""
+    if not reward.needs_scorer:
+        return [np.zeros(e.length, np.float32) for e in episodes]
+    frames, lengths = pad_frames(episodes, environment.spec.max_episode_steps)
+    paid = episode_rewards(
+        reward, scorer.scorer, scorer.params, scorer.context, frames, lengths, key, render_with=environment
+    )
+    return [paid[: e.length, i] for i, e in enumerate(episodes)]
+
+
+def write_episode(environment, episode: Episode, paid: np.ndarray, path: pathlib.Path) -> None:
+    """Writes one episode as a video that any player shows, with step and reward under each frame."""
+    pictures = environment_pictures(environment, episode)
+    total = np.concatenate([[0.0], np.cumsum(paid)])
+    outcome = "solved" if episode.success else "not solved"
+    texts = [
+        f"step {i}/{episode.length}  reward {total[i]:+.2f}" + (f"  {outcome}" if i == episode.length else "")
+        for i in range(episode.length + 1)
+    ]
+    write_video(path, annotate(pictures, texts, total), FRAMES_PER_SECOND, lossless=False)
+
+
+def environment_pictures(environment, episode: Episode) -> np.ndarray:
+    """Pictures uint8 [length + 1, H, W, 3], by the environment's own full-size renderer if it has one."""
+    replay = getattr(environment, "pictures", None)
+    if replay is not None:
+        return np.asarray(replay(episode.frames, episode.actions))
+    return np.asarray(jax.jit(environment.render)(episode.frames))

@@ -1,0 +1,344 @@
+"""A whole experiment: rank a scorer from videos, check the reward, act on it, evaluate, report.
+
+Every phase leaves its result in the run folder and is skipped when the result is already there, which
+is what makes a run resumable that was killed at any moment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import resource
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from jaxreward.agents.ppo import PPO, PPOConfig
+from jaxreward.checkpoints.store import CheckpointStore
+from jaxreward.envs import registry
+from jaxreward.envs.brax import BraxConfig
+from jaxreward.envs.catrap.environment import CatrapConfig
+from jaxreward.envs.gymnasium import GymnasiumConfig
+from jaxreward.envs.gymnax import GymnaxConfig
+from jaxreward.envs.pyboy import CartridgeConfig
+from jaxreward.errors import ConfigError
+from jaxreward.evaluation.policies import UniformRandom, evaluate, pad_frames
+from jaxreward.evaluation.preflight import PreflightResult, clip_kinds, episode_rewards
+from jaxreward.evaluation.report import write_report
+from jaxreward.evaluation.showcase import write_showcase
+from jaxreward.metrics.recorder import Recorder, read_metrics
+from jaxreward.metrics.statistics import bootstrap_interval, pass_at_k, pearson
+from jaxreward.models.frame_ranker import FrameRankerConfig
+from jaxreward.rewards.constant import Constant, ConstantConfig
+from jaxreward.rewards.environment_reward import EnvironmentReward, EnvironmentRewardConfig
+from jaxreward.rewards.rank_then_act import RankThenAct, RankThenActConfig
+from jaxreward.rewards.success import Success, SuccessConfig
+from jaxreward.scorers.base import Scorer
+from jaxreward.scorers.compact_ranker import CompactRanker
+from jaxreward.training.act import ActConfig, act, hacking_warning
+from jaxreward.training.loop import Loop, LoopConfig
+from jaxreward.training.plan import describe_plan
+from jaxreward.training.prepare_scorer import PreparedScorer, VideoConfig, prepare_scorer
+from jaxreward.training.rank import RankConfig
+from jaxreward.training.run_folder import RunFolder, to_json
+
+REWARDS = {
+    RankThenActConfig: RankThenAct,
+    SuccessConfig: Success,
+    EnvironmentRewardConfig: EnvironmentReward,
+    ConstantConfig: Constant,
+}
+RewardConfig = RankThenActConfig | SuccessConfig | EnvironmentRewardConfig | ConstantConfig
+EnvironmentConfig = CatrapConfig | CartridgeConfig | GymnaxConfig | BraxConfig | GymnasiumConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class ExperimentConfig:
+    """Everything that a run is made of.
+
+    Attributes:
+      description: what the experiment shows, in one line.
+      env: the environment.
+      reward: the reward.
+      agent: the learner.
+      scorer: 'train' ranks one from videos first (Stage 1), 'pretrained' takes the shipped general
+        ranker, 'untrained' a random one (the control); otherwise the path of a run or scorer folder.
+      model: the structure of a scorer that is trained here.
+      videos: where Stage 1's videos come from.
+      rank: Stage 1.
+      loop: how the parts are driven.
+      act: Stage 2.
+      seed: the first seed; it decides everything that is random.
+      seeds: how many policies are trained, with seeds `seed`, `seed` + 1, ...
+      eval_episodes: episodes of the sampled and of the greedy evaluation.
+      preflight: check the reward on expert, reversed, frozen, slow and random clips before acting.
+    """
+
+    description: str
+    env: EnvironmentConfig
+    reward: RewardConfig = dataclasses.field(default_factory=RankThenActConfig)
+    agent: PPOConfig = dataclasses.field(default_factory=PPOConfig)
+    scorer: str = "train"
+    model: FrameRankerConfig = dataclasses.field(default_factory=FrameRankerConfig)
+    videos: VideoConfig = dataclasses.field(default_factory=VideoConfig)
+    rank: RankConfig = dataclasses.field(default_factory=RankConfig)
+    loop: LoopConfig = dataclasses.field(default_factory=LoopConfig)
+    act: ActConfig = dataclasses.field(default_factory=ActConfig)
+    seed: int = 0
+    seeds: int = 1
+    eval_episodes: int = 256
+    preflight: bool = True
+
+    def __post_init__(self):
+        """Checks the ranges; raises ConfigError."""
+        for field in ("seeds", "eval_episodes"):
+            found = getattr(self, field)
+            if found < 1:
+                raise ConfigError(f"{field} is {found}; expected at least 1")
+
+
+def run_experiment(
+    config: ExperimentConfig, run: RunFolder, console: Console, interrupted: Callable[[], bool]
+) -> dict[str, Any]:
+    """Runs or goes on with an experiment.
+
+    Args:
+      config: the experiment.
+      run: its folder; whatever a former process finished there is not done again.
+      console: where progress and results are printed.
+      interrupted: asked at safe points; when True everything is saved and Interrupted is raised.
+
+    Returns:
+      The summary, as written to summary.json: `heldout_rho`, `success_rate`, `success_interval`,
+      `env_steps`, `wall_seconds`, `cpu_seconds`, `run_dir`, ...
+
+    Raises:
+      Interrupted: after saving.
+      JaxrewardError: whatever the user can mend.
+    """
+    started = time.perf_counter()
+    environment = registry.make(config.env)
+    try:
+        scorer = None
+        if needs_scorer(config):
+            scorer = prepare_scorer(config, environment, run, console, interrupted)
+        reward = make_reward(config.reward, None if scorer is None else scorer.scorer)
+        if reward.uses_env_reward:
+            console.print("[yellow]This reward reads the environment's own reward or success flag.[/yellow]")
+        preflight = None
+        if scorer is not None and config.preflight and scorer.clips is not None:
+            preflight = run_preflight(config, environment, reward, scorer, run, console)
+        seeds = [
+            _train_seed(config, environment, reward, scorer, preflight, run, seed, console, interrupted)
+            for seed in range(config.seed, config.seed + config.seeds)
+        ]
+    finally:
+        if not environment.on_device:
+            environment.close()
+    summary = _summarise(config, run, scorer, seeds)
+    summary["wall_seconds"] = time.perf_counter() - started
+    summary["cpu_seconds"] = cpu_seconds()
+    run.write_json("summary.json", summary)
+    write_report(run, to_json(config), summary, preflight)
+    return summary
+
+
+def needs_scorer(config: ExperimentConfig) -> bool:
+    """Whether the experiment's reward asks a scorer."""
+    return REWARDS[type(config.reward)].needs_scorer
+
+
+def make_reward(config: RewardConfig, scorer: Scorer | None):
+    """Builds a reward from its config, for the scorer that it will ask."""
+    if isinstance(config, RankThenActConfig):
+        return RankThenAct(config, permutation_equivariant=scorer.permutation_equivariant)
+    return REWARDS[type(config)](config)
+
+
+def make_loop(config: ExperimentConfig, environment, reward, scorer: Scorer | None) -> Loop:
+    """Wires the experiment's five parts."""
+    agent = PPO(config.agent)
+    return Loop(config.loop, environment, agent, reward, scorer, total_updates=config.act.updates)
+
+
+def run_preflight(
+    config: ExperimentConfig, environment, reward, scorer: PreparedScorer, run: RunFolder, console: Console
+) -> PreflightResult:
+    """Rewards held-out expert clips and their spoilt versions, and prints the table."""
+    key = jax.random.fold_in(jax.random.key(config.seed), 1)
+    random_key, key = jax.random.split(key)
+    frames, lengths = scorer.clips
+    spec = environment.spec
+    rewards = {}
+    for number, (kind, (clip, ends)) in enumerate(
+        clip_kinds(frames, lengths, spec.max_episode_steps).items()
+    ):
+        rewards[kind] = episode_rewards(
+            reward, scorer.scorer, scorer.params, scorer.context, clip, ends, jax.random.fold_in(key, number)
+        ).sum(0)
+    played = evaluate(environment, UniformRandom(spec), (), random_key, episodes=len(lengths)).episodes
+    clip, ends = pad_frames(played[: max(len(lengths), 1)], spec.max_episode_steps)
+    rewards["random"] = episode_rewards(
+        reward,
+        scorer.scorer,
+        scorer.params,
+        scorer.context,
+        clip,
+        ends,
+        jax.random.fold_in(key, len(rewards)),
+        render_with=environment,
+    ).sum(0)
+    result = PreflightResult(rewards)
+    table = Table(title="Preflight: reward of an episode", title_justify="left")
+    for heading in ("clips", "mean", "std", "number"):
+        table.add_column(heading, justify="left" if heading == "clips" else "right")
+    for kind, mean, std, count in result.table():
+        table.add_row(kind, f"{mean:.3f}", f"{std:.3f}", str(count))
+    console.print(table)
+    for warning in result.warnings():
+        console.print(f"[yellow]warning:[/yellow] {warning}")
+    kinds = {kind: {"mean": mean, "std": std, "clips": n} for kind, mean, std, n in result.table()}
+    run.write_json("preflight.json", {"kinds": kinds, "warnings": result.warnings()})
+    return result
+
+
+def _train_seed(
+    config: ExperimentConfig,
+    environment,
+    reward,
+    scorer: PreparedScorer | None,
+    preflight: PreflightResult | None,
+    run: RunFolder,
+    seed: int,
+    console: Console,
+    interrupted: Callable[[], bool],
+) -> dict[str, Any]:
+    """Acts, evaluates and records one seed; returns its summary."""
+    folder = run.path if config.seeds == 1 else run.path / f"seed_{seed}"
+    finished = folder / "result.json"
+    if finished.exists():
+        return json.loads(finished.read_text())
+    key = jax.random.fold_in(jax.random.key(seed), 2)
+    act_key, sampled_key, greedy_key, show_key = jax.random.split(key, 4)
+    params, context = (None, None) if scorer is None else (scorer.params, scorer.context)
+    loop = make_loop(config, environment, reward, None if scorer is None else scorer.scorer)
+    store = CheckpointStore(folder / "checkpoints", config.act.keep_checkpoints)
+    describe_plan(config, loop, params, context, console, seed=seed, done=store.latest_step() or 0)
+    folder.mkdir(parents=True, exist_ok=True)
+    with Recorder(folder, console=console, total_updates=config.act.updates) as recorder:
+        state = act(
+            loop,
+            act_key,
+            config.act,
+            store=store,
+            record=recorder.record,
+            resume=recorder.truncate_after,
+            params=params,
+            context=context,
+            interrupted=interrupted,
+        )
+    records = read_metrics(folder)
+    sampled = evaluate(environment, loop.agent, state.agent, sampled_key, episodes=config.eval_episodes)
+    greedy = evaluate(
+        environment, loop.agent, state.agent, greedy_key, episodes=config.eval_episodes, greedy=True
+    )
+    expert = None if preflight is None else float(preflight.rewards["expert"].mean())
+    result = {
+        "seed": seed,
+        "sampled": sampled.summary(),
+        "greedy": greedy.summary(),
+        "env_steps": config.act.updates * loop.steps_per_update,
+        "train_seconds": records[-1]["seconds"],
+        "phase_seconds": _phase_totals(records),
+        "return_pass_at_5_pearson": reward_success_correlation(records),
+        "hacking": None if expert is None else hacking_warning(records, expert),
+    }
+    if result["hacking"]:
+        console.print(f"[yellow]warning:[/yellow] {result['hacking']}")
+    result["videos"] = write_showcase(environment, reward, scorer, sampled, show_key, folder / "videos")
+    finished.write_text(json.dumps(result, indent=2) + "\n")
+    return result
+
+
+def reward_success_correlation(records: list[dict[str, float]], k: int = 5) -> float | None:
+    """Pearson correlation over updates of the mean return with pass@k (paper table 8).
+
+    Args:
+      records: metrics of the updates; those in which fewer than k episodes ended are left out.
+      k: attempts.
+
+    Returns:
+      A value in [-1, 1], or None where it is undefined (fewer than two updates, or a constant).
+    """
+    usable = [r for r in records if r["episodes"] >= k]
+    attempts = [pass_at_k(int(r["episodes"]), int(r["successes"]), k) for r in usable]
+    value = pearson([r["return"] for r in usable], attempts)
+    return None if np.isnan(value) else float(value)
+
+
+def _phase_totals(records: list[dict[str, float]]) -> dict[str, float]:
+    """Wall seconds by phase, summed over updates; empty for a fused run, which has no phases."""
+    names = [name for name in records[-1] if name.startswith("seconds/")]
+    return {name.removeprefix("seconds/"): sum(r[name] for r in records) for name in names}
+
+
+def _summarise(
+    config: ExperimentConfig, run: RunFolder, scorer: PreparedScorer | None, seeds: list[dict[str, Any]]
+) -> dict[str, Any]:
+    rates = [s["sampled"]["success_rate"] for s in seeds]
+    first = seeds[0]
+    return {
+        "config": run.config_name,
+        "description": config.description,
+        "heldout_rho": None if scorer is None else scorer.heldout_rho,
+        "heldout": None if scorer is None else scorer.heldout,
+        "success_rate": float(np.mean(rates)),
+        "success_interval": first["sampled"]["success_interval"] if len(seeds) == 1 else _over_seeds(rates),
+        "greedy_success_rate": float(np.mean([s["greedy"]["success_rate"] for s in seeds])),
+        "pass_at_5": first["sampled"]["pass_at_5"] if len(seeds) == 1 else None,
+        "env_steps": sum(s["env_steps"] for s in seeds),
+        "seeds": seeds,
+        "run_dir": str(run.path),
+    }
+
+
+def _over_seeds(rates: list[float]) -> list[float]:
+    """Mean of the seeds' rates with a 95 % bootstrap interval over seeds."""
+    low, high = bootstrap_interval(rates, np.mean, np.random.default_rng(0))
+    return [float(low), float(high)]
+
+
+def cpu_seconds() -> float:
+    """CPU seconds of this process and of its ended children (the simulator's workers)."""
+    usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return float(sum(u.ru_utime + u.ru_stime for u in usage))
+
+
+def latest_state(config: ExperimentConfig, environment, folder: pathlib.Path):
+    """The agent and its state from a run's newest checkpoint, for playing.
+
+    Args:
+      config: the run's experiment.
+      environment: the environment that it will play in.
+      folder: the run folder, or a seed's folder inside of it.
+
+    Returns:
+      (agent, agent_state, update).
+
+    Raises:
+      ConfigError: the run has no checkpoint yet.
+      ModelError: the checkpoint is damaged or was made by another config.
+    """
+    store = CheckpointStore(folder / "checkpoints")
+    if store.latest_step() is None:
+        raise ConfigError(f"{folder} has no checkpoint yet; train it first (--resume {folder})")
+    scorer = CompactRanker(config.model) if needs_scorer(config) else None
+    loop = make_loop(config, environment, make_reward(config.reward, scorer), scorer)
+    state, metadata = store.restore(jax.eval_shape(loop.init, jax.random.key(0)))
+    return loop.agent, state.agent, metadata["update"]

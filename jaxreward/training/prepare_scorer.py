@@ -1,0 +1,269 @@
+"""Gets the scorer that an experiment asks for: trained here (Stage 1), shipped, random, or from a path."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from rich.console import Console
+
+from jaxreward.checkpoints.pretrained import load_pretrained, load_scorer, save_scorer
+from jaxreward.checkpoints.store import CheckpointStore
+from jaxreward.data.video import Crop, VideoOptions, VideoSet, read_folder
+from jaxreward.envs.catrap.environment import CatrapConfig
+from jaxreward.errors import ConfigError
+from jaxreward.models.frame_ranker import FrameRankerConfig
+from jaxreward.scorers.base import Scorer
+from jaxreward.scorers.compact_ranker import CompactRanker
+from jaxreward.training.act import Interrupted
+from jaxreward.training.demonstrate import DemonstrateConfig, demonstrate
+from jaxreward.training.rank import RankState, Videos, init_rank_state, train_ranker
+from jaxreward.training.run_folder import RunFolder
+from jaxreward.types import PyTree
+
+PREFLIGHT_CLIPS = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class VideoConfig:
+    """Where Stage 1's videos come from and how they are read.
+
+    Attributes:
+      folders: folders of expert videos. Empty: expert play is generated and recorded into the run
+        folder first (Catrap only).
+      weights: how often each folder is drawn from; empty means equally.
+      crop: pixels that are cut from each side before resizing to the scorer's frame.
+      stride: keep every stride-th frame.
+      duplicate_tolerance: greatest difference of any pixel at which neighbouring frames count as equal
+        and the later one is dropped.
+      on_bad: 'skip' reports unusable files and goes on, 'refuse' ends the run.
+      held_out: share of the videos that Stage 1 does not train on.
+      levels: levels whose expert play is generated; empty means the level that is acted on.
+      held_out_levels: levels whose videos only validate, never train.
+      count: generated videos for each level.
+      kind: which expert plays them.
+    """
+
+    folders: tuple[str, ...] = ()
+    weights: tuple[float, ...] = ()
+    crop: Crop = dataclasses.field(default_factory=Crop)
+    stride: int = 1
+    duplicate_tolerance: int = 0
+    on_bad: Literal["skip", "refuse"] = "skip"
+    held_out: float = 0.2
+    levels: tuple[str, ...] = ()
+    held_out_levels: tuple[str, ...] = ()
+    count: int = 96
+    kind: Literal["mixed", "optimal", "near_optimal", "dithering"] = "mixed"
+
+
+@dataclasses.dataclass(frozen=True)
+class PreparedScorer:
+    """A scorer that is ready to judge.
+
+    Attributes:
+      scorer: the scorer.
+      params: its parameters.
+      context: what its `prepare` returned for the task.
+      clips: held-out expert videos of the task, (uint8 [V, S, H, W, C], lengths int32 [V]); None if the
+        run has no videos.
+      heldout: {set: rho} on held-out videos and on held-out levels.
+    """
+
+    scorer: Scorer
+    params: PyTree
+    context: PyTree
+    clips: tuple[np.ndarray, np.ndarray] | None
+    heldout: dict[str, float]
+
+    @property
+    def heldout_rho(self) -> float | None:
+        """Spearman's rho of progress with time on held-out videos of the training levels."""
+        return self.heldout.get("videos")
+
+
+def prepare_scorer(
+    config, environment, run: RunFolder, console: Console, interrupted: Callable[[], bool]
+) -> PreparedScorer:
+    """Loads or trains the scorer of an experiment.
+
+    Args:
+      config: an ExperimentConfig.
+      environment: its environment: the scorer's frames have the size of its pictures.
+      run: the run folder; a scorer that was trained there before is loaded.
+      console: where progress is printed.
+      interrupted: asked between training steps.
+
+    Raises:
+      ConfigError: there are no videos to train from and none can be generated.
+      DataError: the videos cannot be used.
+      ModelError: a scorer file is damaged or does not fit.
+      Interrupted: after saving.
+    """
+    spec = environment.spec
+    sets = read_videos(config, environment, run, console, interrupted)
+    finished = run.path / "scorer" / "scorer.json"
+    heldout: dict[str, float] = {}
+    if config.scorer == "train" and not finished.exists():
+        if "train" not in sets:
+            raise ConfigError(
+                "scorer is 'train' and there are no videos to train it from: give --videos.folders DIR, "
+                "or take a ready scorer by --scorer pretrained or --scorer PATH"
+            )
+        _train(config, spec.image_shape, sets, run, console, interrupted)
+    if config.scorer == "train":
+        model, params, card = load_scorer(finished)
+        heldout = card["metadata"]["heldout"]
+    elif config.scorer == "pretrained":
+        model, params, _ = load_pretrained()
+    elif config.scorer == "untrained":
+        model = dataclasses.replace(config.model, frame_shape=spec.image_shape[:2])
+        shape = (*spec.image_shape[:2], model.channels)
+        params = CompactRanker(model).init(jax.random.fold_in(jax.random.key(config.seed), 3), shape)
+    else:
+        path = pathlib.Path(config.scorer)
+        model, params, card = load_scorer(path / "scorer" if (path / "scorer").is_dir() else path)
+        heldout = card["metadata"].get("heldout", {})
+    scorer = CompactRanker(model)
+    clips = None
+    if "task" in sets:
+        frames, lengths, _ = sets["task"].padded()
+        clips = (frames[:PREFLIGHT_CLIPS], lengths[:PREFLIGHT_CLIPS])
+    return PreparedScorer(scorer, params, scorer.prepare(params, spec.task), clips, heldout)
+
+
+def read_videos(
+    config, environment, run: RunFolder, console: Console, interrupted: Callable[[], bool]
+) -> dict[str, VideoSet]:
+    """Reads (or first generates) the experiment's videos.
+
+    Returns:
+      Sets by name: 'train', 'videos' (held out, of the same folders), 'levels' (of held-out levels) and
+      'task' (held out, of the task that is acted on); empty if there are no videos at all.
+    """
+    videos = config.videos
+    height, width = environment.spec.image_shape[:2]
+    options = VideoOptions(
+        crop=videos.crop,
+        size=(height, width),
+        grey=config.model.channels == 1,
+        stride=videos.stride,
+        duplicate_tolerance=videos.duplicate_tolerance,
+        on_bad=videos.on_bad,
+        min_frames=config.rank.clips.length if config.scorer == "train" else 2,
+    )
+    if videos.folders:
+        found = _read(list(videos.folders), videos.weights, options, console)
+        train, held_out = found.split(videos.held_out, config.seed)
+        return {"train": train, "videos": held_out, "task": held_out}
+    level = getattr(config.env, "level", None)
+    if level is None:
+        return {}
+    train_levels = videos.levels or (level,)
+    if config.scorer != "train":
+        train_levels = (level,)
+    clash = set(train_levels) & set(videos.held_out_levels)
+    if clash:
+        raise ConfigError(f"videos.held_out_levels and videos.levels both name level {sorted(clash)[0]}")
+    held_out_levels = videos.held_out_levels if config.scorer == "train" else ()
+    wanted = list(dict.fromkeys((*train_levels, *held_out_levels, level)))
+    folders = _record_demonstrations(config, wanted, run, console, interrupted)
+    short = dataclasses.replace(options, min_frames=2)
+    train, held_out = _read([folders[n] for n in train_levels], (), short, console).split(
+        videos.held_out, config.seed
+    )
+    sets = {"train": train, "videos": held_out}
+    if held_out_levels:
+        sets["levels"] = _read([folders[n] for n in held_out_levels], (), short, console)
+    _, sets["task"] = _read([folders[level]], (), short, console).split(videos.held_out, config.seed)
+    return sets
+
+
+def _record_demonstrations(
+    config, levels: list[str], run: RunFolder, console: Console, interrupted: Callable[[], bool]
+) -> dict[str, pathlib.Path]:
+    """Records expert videos of levels into the run folder; returns each level's folder."""
+    started = time.perf_counter()
+
+    def progress(ready: int, total: int) -> None:
+        if interrupted():
+            raise Interrupted
+
+    folders, recorded = {}, 0
+    for level in levels:
+        made = demonstrate(
+            DemonstrateConfig(
+                out=run.demonstrations,
+                level=level,
+                count=config.videos.count,
+                kind=config.videos.kind,
+                seed=config.seed,
+                backend="jax" if isinstance(config.env, CatrapConfig) else "cartridge",
+                max_length=config.env.max_episode_steps,
+            ),
+            progress,
+        )
+        folders[level] = run.demonstrations / pathlib.Path(made.videos[0].file).parent
+        recorded += made.recorded
+    seconds = time.perf_counter() - started
+    console.print(f"recorded {recorded} expert videos of {len(levels)} levels in {seconds:.1f} s")
+    return folders
+
+
+def _read(folders: list, weights: tuple, options: VideoOptions, console: Console) -> VideoSet:
+    found = read_folder(folders, list(weights) or None, options)
+    for bad in found.bad:
+        console.print(f"[yellow]skipped[/yellow] {bad.path}: {bad.reason}")
+    if found.dropped_static:
+        console.print(f"dropped {found.dropped_static} static or duplicate frames")
+    return found
+
+
+def _train(config, image_shape, sets, run: RunFolder, console: Console, interrupted) -> None:
+    """Stage 1; saves the scorer into the run folder."""
+    started = time.perf_counter()
+    model: FrameRankerConfig = dataclasses.replace(config.model, frame_shape=tuple(image_shape[:2]))
+    store = CheckpointStore(run.checkpoints / "rank", keep=1)
+    train = Videos(*sets["train"].padded())
+    heldout = {name: Videos(*sets[name].padded()) for name in ("videos", "levels") if name in sets}
+    count = len(sets["train"].videos)
+    init_key, train_key = jax.random.split(jax.random.fold_in(jax.random.key(config.seed), 4))
+    state = None
+    if store.latest_step() is not None:
+        abstract = jax.eval_shape(lambda: init_rank_state(config.rank, model, init_key))
+        state, _ = store.restore(abstract)
+    console.print(f"Stage 1 (rank): {config.rank.steps} steps on {count} videos")
+
+    def callback(state: RankState, record: dict[str, float]) -> None:
+        step, elapsed = int(record["step"]), time.perf_counter() - started
+        shown = ", ".join(
+            f"{k.removeprefix('rho/')} {v:.3f}" for k, v in record.items() if k.startswith("rho/")
+        )
+        console.print(
+            f"  step {step}/{config.rank.steps}  reward {record['reward']:.3f}  held-out rho: {shown}  "
+            f"{elapsed:.0f} s"
+        )
+        store.save(step, state, {"step": step, "rho": record})
+        if interrupted():
+            raise Interrupted
+
+    result = train_ranker(config.rank, model, train, heldout, train_key, callback, state=state)
+    rho = result.heldout_rho or {
+        name.removeprefix("rho/"): value
+        for name, value in store.read_metadata()["rho"].items()
+        if name.startswith("rho/")
+    }
+    metadata: dict[str, Any] = {
+        "heldout": rho,
+        "steps": config.rank.steps,
+        "objective": config.rank.objective,
+        "videos": count,
+        "seed": config.seed,
+        "seconds": time.perf_counter() - started,
+    }
+    save_scorer(run.path / "scorer", result.model, result.params, metadata)
