@@ -75,7 +75,6 @@ class BraxEnvironment:
         Raises:
           ConfigError: Brax has no environment of this name, the backend does not fit it, or
             `action_repeat` is below 1.
-          SimulatorError: this version of Brax calls functions that this version of JAX no longer has.
         """
         if config.action_repeat < 1:
             raise ConfigError(f"action_repeat is {config.action_repeat}, but must be at least 1")
@@ -97,13 +96,7 @@ class BraxEnvironment:
         self.task = config.task or _TASKS.get(config.name, f"do well in the task {config.name}")
         self._box = BoxActions.of(config.name, -1.0, 1.0, (self._environment.action_size,))
         self.action_space = self._box.space
-        try:
-            observation = jax.eval_shape(self.reset, jax.random.key(0))[1].observation
-        except (TypeError, AttributeError) as error:
-            raise SimulatorError(
-                f"Brax's '{config.name}' with the backend '{config.backend}' does not run on jax "
-                f"{jax.__version__}: {error}; choose another backend or environment"
-            ) from error
+        observation = jax.eval_shape(self.reset, jax.random.key(0))[1].observation
         self._picture = ObservationPicture(observation)
         self.image_shape = self._picture.image_shape
 
@@ -159,5 +152,12 @@ def make(config: BraxConfig) -> VectorEnvironment:
 
     Raises:
       ConfigError: an unknown name or a value that cannot be used.
+      SimulatorError: this version of Brax calls functions that this version of JAX no longer has.
     """
-    return vectorise(BraxEnvironment(config), config.num_envs, config.max_episode_steps)
+    try:
+        return vectorise(BraxEnvironment(config), config.num_envs, config.max_episode_steps)
+    except (TypeError, AttributeError) as error:
+        raise SimulatorError(
+            f"Brax's '{config.name}' with the backend '{config.backend}' does not run on jax "
+            f"{jax.__version__}: {error}; choose another backend or environment"
+        ) from error

@@ -10,7 +10,7 @@ brax_envs = pytest.importorskip("brax.envs")
 from jaxreward.envs.brax import BraxConfig, make  # noqa: E402
 from jaxreward.envs.testing import check_environment, check_episodes, random_actions  # noqa: E402
 
-from jaxreward.errors import ConfigError  # noqa: E402
+from jaxreward.errors import ConfigError, SimulatorError  # noqa: E402
 
 
 def test_contract():
@@ -87,3 +87,9 @@ def test_unusable_settings_are_errors():
         make(BraxConfig("swimmer", backend="spring"))
     with pytest.raises(ConfigError, match="action_repeat is 0"):
         make(BraxConfig(action_repeat=0))
+
+
+def test_what_brax_itself_cannot_run_is_a_simulator_error():
+    # Brax 0.14.2 steps its swimmer with an argument that jax 0.10 no longer takes.
+    with pytest.raises(SimulatorError, match=r"swimmer.*generalized.*choose another"):
+        make(BraxConfig("swimmer", backend="generalized"))
