@@ -39,7 +39,7 @@ class PPOConfig:
       epochs: passes over each rollout.
       minibatches: gradient steps in a pass; must divide T * B (B with a recurrent network).
       clip: ε, how far the probability ratio may move from 1 before its gradient is cut.
-      value_coefficient: weight of the value loss, which is half the mean squared error.
+      value_coefficient: weight of the value loss, which is the mean squared error.
       value_clip: how far a value may move from the one in the rollout before its gradient is cut; None: any.
       max_gradient_norm: gradients of a larger global L2 norm are scaled down to it.
       adam_epsilon: Adam's ε.
@@ -110,6 +110,12 @@ class Settings:
     adam_epsilon: Array
     value_clip: Array | None
     target_kl: Array | None
+
+    @classmethod
+    def of(cls, config: PPOConfig) -> Settings:
+        """Takes them from a config; those that are None there stay None, which is structure."""
+        numbers = {field.name: getattr(config, field.name) for field in dataclasses.fields(cls)}
+        return cls(**{name: None if x is None else jnp.float32(x) for name, x in numbers.items()})
 
 
 @struct.dataclass
@@ -188,13 +194,7 @@ class PPO:
         params = network.init(key, self.memory(1), observation, jnp.zeros(1, bool), jnp.zeros(1, jnp.int32))[
             "params"
         ]
-        settings = Settings(
-            **{
-                field.name: None if value is None else jnp.float32(value)
-                for field in dataclasses.fields(Settings)
-                for value in [getattr(self.config, field.name)]
-            }
-        )
+        settings = Settings.of(self.config)
         return PPOState(
             params=params,
             opt_state=make_optimiser(settings).init(params),
@@ -283,7 +283,7 @@ class PPO:
         settings = state.settings
         rewards = sum(experience.rewards[stream] for stream in sorted(experience.rewards))
         value = rollout.extras["value"]
-        following = self._following_values(state, rollout)
+        following = self.following_values(state, rollout)
         terminated, truncated = rollout.timestep.terminated, rollout.timestep.truncated
         advantage = generalised_advantages(
             rewards,
@@ -311,7 +311,7 @@ class PPO:
             batch = jax.tree.map(lambda x: x.reshape((length * num_envs, *x.shape[2:])), batch)
         return batch, rollout.first_memory, explained_variance(value, target)
 
-    def _following_values(self, state: PPOState, rollout: Rollout) -> Array:
+    def following_values(self, state: PPOState, rollout: Rollout) -> Array:
         """v(s') float32 [T, B] of what each action led to, before any reset."""
         after = rollout.timestep
         # A step that ended an episode has episode_step 0 already: that of the next one.
@@ -403,7 +403,7 @@ def ppo_loss(
 
     With ρ = π(a|s) / π_old(a|s):
 
-        L = - mean min(ρ A, clip(ρ, 1 - ε, 1 + ε) A) + c_v / 2 mean (v - target)² - c_e mean H(π)
+        L = - mean min(ρ A, clip(ρ, 1 - ε, 1 + ε) A) + c_v mean (v - target)² - c_e mean H(π)
 
     and, where the values are clipped by δ, the larger of (v - target)² and
     (v_old + clip(v - v_old, -δ, δ) - target)².
@@ -427,7 +427,7 @@ def ppo_loss(
     if settings.value_clip is not None:
         change = jnp.clip(value - batch.value, -settings.value_clip, settings.value_clip)
         squared_error = jnp.maximum(squared_error, jnp.square(batch.value + change - batch.target))
-    value_loss = 0.5 * jnp.mean(squared_error)
+    value_loss = jnp.mean(squared_error)
     entropy = jnp.mean(policy.entropy())
     loss = policy_loss + settings.value_coefficient * value_loss - entropy_coefficient * entropy
     return loss, {

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jaxreward.agents.base import Agent
 from jaxreward.agents.networks import ActorCritic, Categorical, NetworkConfig
-from jaxreward.agents.ppo import PPO, Batch, PPOConfig, explained_variance, ppo_loss
+from jaxreward.agents.ppo import PPO, Batch, PPOConfig, Settings, explained_variance, ppo_loss
 from jaxreward.envs.probe import MatchReward, make_probe
 from jaxreward.envs.wrappers import vectorise
 
@@ -72,7 +72,7 @@ def hand_batch(action, old_probability, advantage, value=0.0, target=0.0):
 
 
 def settings_of(config):
-    return PPO(config).init(jax.random.key(0), make_probe("constant", 1).spec, 1).settings
+    return Settings.of(config)
 
 
 @pytest.mark.parametrize(
@@ -107,8 +107,8 @@ def test_whole_loss_by_hand():
     policy = Categorical(jnp.zeros((1, 2)))
     batch = hand_batch(0, 0.5, 3.0, value=1.0, target=2.0)
     loss, metrics = ppo_loss(policy, jnp.array([1.5]), batch, settings_of(CONFIG), jnp.float32(0.1))
-    # - 1 * 3 + 0.5 * (0.5 * 0.5^2) - 0.1 * log 2
-    np.testing.assert_allclose(loss, -3.0 + 0.5 * 0.125 - 0.1 * np.log(2), rtol=1e-6)
+    # - 1 * 3 + 0.5 * 0.5^2 - 0.1 * log 2
+    np.testing.assert_allclose(loss, -3.0 + 0.125 - 0.1 * np.log(2), rtol=1e-6)
     np.testing.assert_allclose(metrics["approx_kl"], 0.0, atol=1e-7)
     policy = Categorical(jnp.log(jnp.array([[0.6, 0.4]])))
     _, metrics = ppo_loss(policy, jnp.array([1.5]), batch, settings_of(CONFIG), jnp.float32(0.1))
@@ -125,10 +125,10 @@ def test_value_clipping_by_hand():
 
     # The value moved from 1 to 1.5, towards 2, by more than 0.1: the larger error is that of 1.1.
     loss, gradient = jax.value_and_grad(value_loss)(jnp.float32(1.5))
-    np.testing.assert_allclose([loss, gradient], [0.5 * 0.9**2, 0.0], rtol=1e-5)
+    np.testing.assert_allclose([loss, gradient], [0.9**2, 0.0], rtol=1e-5)
     # It moved away from 2: the larger error is its own.
     loss, gradient = jax.value_and_grad(value_loss)(jnp.float32(0.5))
-    np.testing.assert_allclose([loss, gradient], [0.5 * 1.5**2, -1.5], rtol=1e-5)
+    np.testing.assert_allclose([loss, gradient], [1.5**2, -3.0], rtol=1e-5)
 
 
 def test_explained_variance_by_hand():
@@ -183,7 +183,7 @@ def test_learning_sees_the_steps_as_acting_did(recurrent, horizon):
     assert float(metrics["clip_fraction"]) == 0.0
     assert largest_difference(after.params, state.params) == 0.0
 
-    following = agent._following_values(state, rollout)
+    following = agent.following_values(state, rollout)
     goes_on = ~np.asarray(rollout.timestep.done[:-1])
     assert 0 < goes_on.sum() < goes_on.size
     np.testing.assert_allclose(
@@ -204,7 +204,7 @@ def test_value_of_the_final_observation_is_that_of_the_episode_going_on(recurren
         expected.append(agent.act(state, memory, final, jax.random.key(0))[2]["value"])
         first = after
     np.testing.assert_allclose(
-        agent._following_values(state, rollout), jnp.stack(expected), rtol=1e-5, atol=1e-6
+        agent.following_values(state, rollout), jnp.stack(expected), rtol=1e-5, atol=1e-6
     )
 
 
