@@ -28,7 +28,7 @@ from jaxreward.errors import ConfigError, DataError, SimulatorError
 MANIFEST = "demonstrations.json"
 KINDS: tuple[str, ...] = get_args(solver.ExpertKind)
 _FORMAT = 1
-_CHUNK = 32  # videos that one call plays: starting an emulator costs as much as a few of them
+_CHUNK = 96  # videos that one emulator plays: starting it costs as much as a few of them
 _SAVE_EVERY = 256  # videos: what a kill without warning loses at most
 _HEADER = ("format", "seed", "max_length", "fps", "actions")
 
