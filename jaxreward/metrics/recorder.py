@@ -97,7 +97,7 @@ class Recorder:
         if missing:
             raise ValueError(f"metrics to record: found no {', '.join(sorted(missing))}")
         fetched = jax.device_get(dict(metrics))
-        row = {name: _plain(name, value) for name, value in fetched.items()}
+        row = {name: _plain(name, fetched[name]) for name in metrics}  # device_get sorts the names
         self._recent.append((row["seconds"], row["env_steps"]))
         elapsed = row["seconds"] - self._recent[0][0]
         steps = row["env_steps"] - self._recent[0][1]
