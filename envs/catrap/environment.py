@@ -80,8 +80,7 @@ class Catrap:
                         f"Catrap level '{level.name}' has two cats, found actions='dpad': "
                         "set actions='all', which can swap them"
                     )
-        load = jax.vmap(lambda cells: rules.load(cells, rewind=config.actions == "all"))
-        self._initial = jax.jit(load)(np.stack([level.cells for level in self.levels]))
+        self._starts = jax.jit(self._load)(np.stack([level.cells for level in self.levels]))
         sprites = jax.ShapeDtypeStruct((art.ROWS, art.COLUMNS), jnp.int8)
         height, width = render.picture_shape(config.scale, crop=True)
         pixels = jax.ShapeDtypeStruct((height, width, 1), jnp.uint8)
@@ -100,9 +99,7 @@ class Catrap:
         del key  # every episode starts in the same way
         batch = self.config.num_envs
         level = jnp.arange(batch, dtype=jnp.int32) % len(self.levels)
-        game = self._first_games(level)
-        frame = jax.vmap(render.sprites)(game)
-        observation = self._observe(frame)
+        game, frame, observation = self._first(level)
         no = jnp.zeros(batch, bool)
         timestep = TimeStep(
             observation=observation,
@@ -132,13 +129,14 @@ class Catrap:
         truncated = ~success & (episode_step >= self.config.max_episode_steps)
         done = success | truncated
 
-        game = _select(done, self._first_games(state.level), game)
-        frame = jax.vmap(render.sprites)(game)
+        # First games and their pictures are looked up: drawing only what was played halves the cost.
+        first_game, first_frame, first_observation = self._first(state.level)
+        game = _select(done, first_game, game)
         final_observation = self._observe(final_frame)
         episode_step = jnp.where(done, 0, episode_step)
         timestep = TimeStep(
-            observation=_select(done, self._observe(frame), final_observation),
-            frame=frame,
+            observation=_select(done, first_observation, final_observation),
+            frame=_select(done, first_frame, final_frame),
             final_observation=final_observation,
             final_frame=final_frame,
             first=done,
@@ -154,9 +152,18 @@ class Catrap:
         """Draws compact frames int8 [..., 9, 10] as uint8 RGB [..., *spec.image_shape]."""
         return render.render(frame, self.config.frame_scale)
 
-    def _first_games(self, level: Array) -> rules.State:
-        """The first states of the levels int32 [B]."""
-        return jax.tree.map(lambda x: jnp.asarray(x)[level], self._initial)
+    def _load(self, cells: Array) -> tuple[rules.State, Array, Array]:
+        """First games, frames and observations of n levels int8 [n, 9, 10]."""
+        rewind = self.config.actions == "all"
+        game = jax.vmap(lambda level: rules.load(level, rewind=rewind))(cells)
+        frame = jax.vmap(render.sprites)(game)
+        return game, frame, self._observe(frame)
+
+    def _first(self, level: Array) -> tuple[rules.State, Array, Array]:
+        """Games, frames and observations with which episodes of the levels int32 [B] start."""
+        if len(self.levels) == 1:  # a look-up by index costs as much as playing the step
+            return jax.tree.map(lambda x: jnp.broadcast_to(x, (*level.shape, *x.shape[1:])), self._starts)
+        return jax.tree.map(lambda x: jnp.asarray(x)[level], self._starts)
 
     def _observe(self, frame: Array) -> Array:
         """What the agent sees of compact frames [B, 9, 10]."""

@@ -119,7 +119,7 @@ def parse_level(text: str, path: Path) -> Level:
         rows.append([art.CHARACTERS[character] for character in line])
     if len(rows) != art.ROWS:
         raise DataError(
-            f"{path}, line {line_number}: the file ends after {len(rows)} rows, expected {art.ROWS}"
+            f"{path}, line {line_number}: found the end after {len(rows)} rows, expected {art.ROWS}"
         )
     cells = np.array(rows, np.int8)
     cells.flags.writeable = False
@@ -148,10 +148,11 @@ def table() -> str:
         graph = solver.explore(level.cells)
         cats = int((level.cells == art.CAT).sum())
         monsters = int(np.isin(level.cells, (art.WALKER, art.FLYER)).sum())
+        lucky = f"{100 * solver.random_success(graph):.2g} %"
         mark = "*" if level.name in BENCHMARK_LEVELS else ""
         lines.append(
             f"| {level.name}{mark} | {level.title} | {cats} | {monsters} | {graph.distance[0]} "
-            f"| {len(graph.won)} | {solver.dead_share(graph):.2f} | {100 * solver.random_success(graph):.2g} % "
+            f"| {len(graph.won)} | {solver.dead_share(graph):.2f} | {lucky} "
             f"| {'needed' if solver.needs_backtracking(graph) else 'no'} |"
         )
     return "\n".join(lines)
