@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import itertools
 import json
 import mmap
 import os
-import select
+import selectors
 import struct
 import subprocess
 import sys
@@ -27,6 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxreward.envs.catrap import art
+from jaxreward.envs.catrap.cartridge import ROM
 from jaxreward.envs.catrap.environment import TASK
 from jaxreward.envs.catrap.levels import all_levels, load_level
 from jaxreward.envs.host import HostEnvironment, HostStep, Unroll
@@ -52,7 +54,7 @@ __all__ = ["CartridgeConfig", "CartridgeEnvironment", "Emulator", "EmulatorVecto
 
 Actions = Literal["dpad", "all"]
 NUM_ACTIONS = {"dpad": 4, "all": 6}
-ANSWER_SECONDS = 120.0  # a worker that has not answered by then hangs
+ANSWER_SECONDS = 120  # a worker that has not answered by then hangs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,8 +115,8 @@ class EmulatorVectorEnvironment:
           SimulatorError: a ROM that cannot be used, or a worker that does not start.
         """
         _check(config)
-        if config.rom:
-            read_rom(config.rom)  # a bad file is an error here, not a death in a worker
+        # A bad file is an error here, not the death of a worker.
+        self.rom_sha256 = hashlib.sha256(read_rom(config.rom or ROM)).hexdigest()
         self.config = config
         self.spec = _spec(config)
         self.info_spec = {"success": jax.ShapeDtypeStruct((), jnp.bool_)}
@@ -207,6 +209,9 @@ class _Worker:
             process_group=0,  # out of reach of Ctrl-C in a terminal
         )
 
+        self._answers = selectors.DefaultSelector()
+        self._answers.register(self._process.stdout, selectors.EVENT_READ)
+
     def send(self, command: bytes) -> None:
         """Gives a command; `wait` for its end."""
         try:
@@ -216,10 +221,12 @@ class _Worker:
 
     def wait(self) -> None:
         """Waits for the end of a command; raises SimulatorError with the worker's cause if it failed."""
-        answers = self._process.stdout
-        if not select.select([answers], [], [], ANSWER_SECONDS)[0]:
-            raise SimulatorError(f"{self} has not answered for {ANSWER_SECONDS:.0f} s")
-        if answers.read(1) != DONE:
+        seconds = (
+            ANSWER_SECONDS + self.stop - self.start
+        )  # starting takes up to a second each on a busy machine
+        if not self._answers.select(seconds):
+            raise SimulatorError(f"{self} has not answered for {seconds:.0f} s")
+        if self._process.stdout.read(1) != DONE:
             raise self._failure(answered=True)
 
     def end(self) -> None:
@@ -233,6 +240,7 @@ class _Worker:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._answers.close()
         self._process.stdout.close()
 
     def _failure(self, *, answered: bool = False) -> SimulatorError:

@@ -184,8 +184,9 @@ class Emulator:
           SimulatorError: the ROM or the save state cannot be used, or the game does not start.
         """
         image = read_rom(rom or ROM)
-        warnings.filterwarnings("ignore", message="Using SDL2 binaries")
-        from pyboy import PyBoy
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Using SDL2 binaries")
+            from pyboy import PyBoy
 
         self.layout: Layout = OriginalCatrapLayout() if rom else CartridgeLayout()
         self._pyboy = PyBoy(

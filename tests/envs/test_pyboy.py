@@ -88,6 +88,7 @@ def test_some_environments_can_be_stepped_alone(environment):
     step = host.step(some, np.array([rules.LEFT, rules.RIGHT], np.int32))
     np.testing.assert_array_equal(step.episode_step, [1, 1])
     np.testing.assert_array_equal(host.step(everyone, np.zeros(B, np.int32)).episode_step, [1, 2, 1, 1, 2, 1])
+    assert len(host.rom_sha256) == 64
     assert before.first.all(), "results are copies: later steps do not change them"
 
 

@@ -27,8 +27,8 @@
 #define FIRST_BLANK_LINE 144
 #define LCD_ON 0x93 /* background and 8 x 8 sprites, tile data at 0x8000, tile map at 0x9800 */
 
-enum button { KEY_RIGHT = 1, KEY_LEFT = 2, KEY_UP = 4, KEY_DOWN = 8, KEY_A = 16, KEY_B = 32, KEY_SELECT = 64, KEY_START = 128 };
-#define KEY_DIRECTIONS 15
+enum { KEY_RIGHT = 1, KEY_LEFT = 2, KEY_UP = 4, KEY_DOWN = 8, KEY_DIRECTIONS = 15 };
+enum { KEY_A = 16, KEY_B = 32, KEY_SELECT = 64, KEY_START = 128 };
 
 enum { BUSY, IDLE, WALKING, FALLING, WON };
 
@@ -166,9 +166,10 @@ static void mirror_original_layout(void) {
 /* ---- Levels ---- */
 
 static void load_level(uint8_t number) {
-    const uint8_t *source = number == HOST_LEVEL ? (const uint8_t *)ram_level : levels + (uint16_t)number * (ROWS * COLUMNS);
+    const uint8_t *source = levels + (uint16_t)number * (ROWS * COLUMNS);
     uint8_t row, column, at, cell;
     begin_work();
+    if (number == HOST_LEVEL) source = ram_level;
     for (at = 0; at < sizeof cells; at++) cells[at] = WALL;
     level = number;
     monsters = num_cats = active = history_next = history_length = 0;
