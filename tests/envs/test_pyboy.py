@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import jax
@@ -255,6 +256,8 @@ def test_the_cartridges_header_is_valid_and_holds_no_logo():
 
 @needs_sdcc
 def test_the_packaged_cartridge_equals_a_rebuild():
+    if build.installed_sdcc() != build.SDCC_VERSION:
+        pytest.skip(f"SDCC is {build.installed_sdcc()}, not {build.SDCC_VERSION}: it builds other bytes")
     assert "equals a rebuild" in build.check()
 
 
@@ -265,7 +268,8 @@ def stand_in(tmp_path_factory):
     rom = folder / "original.gb"
     image, addresses = build.build("original")
     rom.write_bytes(image)
-    from pyboy import PyBoy
+    with warnings.catch_warnings(action="ignore"):
+        from pyboy import PyBoy
 
     player = PyBoy(str(rom), window="null", sound_emulated=False, no_input=True, log_level="ERROR")
     player.set_emulation_speed(0)

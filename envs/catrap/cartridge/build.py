@@ -23,6 +23,7 @@ from jaxreward.envs.catrap.cartridge import ROM, SYMBOLS
 
 from jaxreward.errors import JaxrewardError, SimulatorError
 
+SDCC_VERSION = "4.2.0"  # built the packaged image; another version compiles to other bytes
 ROM_SIZE = 0x8000
 CODE_START = 0x0200
 TITLE = b"JAXREWARD"
@@ -81,7 +82,14 @@ def symbol_file(addresses: dict[str, int]) -> str:
     return "".join(f"00:{address:04X} {name}\n" for name, address in by_address)
 
 
-def _run(folder: Path, *command: str) -> None:
+def installed_sdcc() -> str:
+    """The version of SDCC on this machine; raises SimulatorError if there is none."""
+    found = re.search(r"\d+\.\d+\.\d+", _run(Path.cwd(), "sdcc", "--version"))
+    return found.group() if found else "of an unknown version"
+
+
+def _run(folder: Path, *command: str) -> str:
+    """Runs a tool in a folder and returns what it printed."""
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     except FileNotFoundError:
@@ -90,6 +98,7 @@ def _run(folder: Path, *command: str) -> None:
         ) from None
     if done.returncode:
         raise SimulatorError(f"'{' '.join(command)}' failed:\n{done.stdout}{done.stderr}")
+    return done.stdout
 
 
 def _assets() -> str:
@@ -161,7 +170,7 @@ def check() -> str:
     if found != rebuilt or SYMBOLS.read_text() != symbol_file(addresses):
         raise SimulatorError(
             f"{ROM.name} or {SYMBOLS.name} is not what its sources build: SHA-256 {found}, rebuilt "
-            f"{rebuilt}. Run 'python -m jaxreward.envs.catrap.cartridge.build' and commit both files"
+            f"{rebuilt} (with SDCC {installed_sdcc()}, expected {SDCC_VERSION}). Run 'python -m jaxreward.envs.catrap.cartridge.build' and commit both files"
         )
     return f"{ROM.name} equals a rebuild: SHA-256 {rebuilt}"
 
