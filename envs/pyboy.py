@@ -221,9 +221,8 @@ class _Worker:
 
     def wait(self) -> None:
         """Waits for the end of a command; raises SimulatorError with the worker's cause if it failed."""
-        seconds = (
-            ANSWER_SECONDS + self.stop - self.start
-        )  # starting takes up to a second each on a busy machine
+        # On a busy machine each emulator may take up to a second to start.
+        seconds = ANSWER_SECONDS + self.stop - self.start
         if not self._answers.select(seconds):
             raise SimulatorError(f"{self} has not answered for {seconds:.0f} s")
         if self._process.stdout.read(1) != DONE:

@@ -170,7 +170,8 @@ def check() -> str:
     if found != rebuilt or SYMBOLS.read_text() != symbol_file(addresses):
         raise SimulatorError(
             f"{ROM.name} or {SYMBOLS.name} is not what its sources build: SHA-256 {found}, rebuilt "
-            f"{rebuilt} (with SDCC {installed_sdcc()}, expected {SDCC_VERSION}). Run 'python -m jaxreward.envs.catrap.cartridge.build' and commit both files"
+            f"{rebuilt} (with SDCC {installed_sdcc()}, expected {SDCC_VERSION}). "
+            "Run 'python -m jaxreward.envs.catrap.cartridge.build' and commit both files"
         )
     return f"{ROM.name} equals a rebuild: SHA-256 {rebuilt}"
 
