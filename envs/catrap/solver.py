@@ -200,7 +200,9 @@ def sample_expert(
     return path
 
 
-def _search(cells: np.ndarray, max_states: int, stop_at_win: bool):
+def _search(
+    cells: np.ndarray, max_states: int, stop_at_win: bool
+) -> tuple[np.ndarray, tuple[int, ...], np.ndarray, np.ndarray]:
     """Breadth-first search; returns states, actions, transitions [S, A] and won [S].
 
     With `stop_at_win` the search ends with the first layer that holds a win; the transitions of states
