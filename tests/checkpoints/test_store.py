@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jaxreward.checkpoints.store import CheckpointStore
 
+from jaxreward.checkpoints.store import CheckpointStore
 from jaxreward.errors import ConfigError, ModelError, StorageError
 
 
