@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxreward.envs.catrap import art, levels, render, rules
 
+from jaxreward.envs.catrap import art, levels, render, rules
 from jaxreward.errors import ConfigError
 from jaxreward.types import Array, Discrete, EnvironmentSpec, TimeStep
 

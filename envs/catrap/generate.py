@@ -6,9 +6,9 @@ import dataclasses
 import itertools
 
 import numpy as np
+
 from jaxreward.envs.catrap import art, solver
 from jaxreward.envs.catrap.art import BOULDER, CAT, EMPTY, FLYER, LADDER, SAND, WALKER, WALL
-
 from jaxreward.errors import ConfigError, DataError
 
 

@@ -21,8 +21,8 @@ import functools
 from pathlib import Path
 
 import numpy as np
-from jaxreward.envs.catrap import art, solver
 
+from jaxreward.envs.catrap import art, solver
 from jaxreward.errors import DataError
 
 LEVELS_FOLDER = Path(__file__).parent / "levels"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 import numpy as np
+
 from jaxreward.envs.catrap import art
 from jaxreward.envs.catrap.rules import INDEX, State
-
 from jaxreward.errors import ConfigError
 from jaxreward.types import Array
 

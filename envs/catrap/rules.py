@@ -25,9 +25,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+
 from jaxreward.envs.catrap import art
 from jaxreward.envs.catrap.art import BOULDER, CAT, EMPTY, FLYER, LADDER, SAND, WALKER, WALL
-
 from jaxreward.types import Array
 
 RIGHT, LEFT, UP, DOWN, REWIND, SWAP = range(6)

@@ -11,9 +11,9 @@ import dataclasses
 from typing import Literal, get_args
 
 import numpy as np
+
 from jaxreward.envs.catrap import art
 from jaxreward.envs.catrap.art import BOULDER, CAT, EMPTY, FLYER, LADDER, SAND, WALKER, WALL
-
 from jaxreward.errors import DataError
 
 RIGHT, LEFT, UP, DOWN, SWAP = 0, 1, 2, 3, 5

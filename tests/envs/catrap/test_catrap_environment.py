@@ -5,10 +5,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from jaxreward.envs.base import Environment
 from jaxreward.envs.catrap import art, levels, render, rules, solver
 from jaxreward.envs.catrap.environment import Catrap, CatrapConfig
-
 from jaxreward.errors import ConfigError
 
 LOAD, STEP, SPRITES = jax.jit(rules.load), jax.jit(rules.step), jax.jit(render.sprites)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from jaxreward.envs.catrap import art, generate, levels, solver
 
+from jaxreward.envs.catrap import art, generate, levels, solver
 from jaxreward.errors import ConfigError, DataError
 
 GOOD = ["##########", *["#........#"] * 5, "#.@...m..#", "##########", "##########"]

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from jaxreward.envs.catrap import art, levels, rules, solver
 
 LETTERS = {
