@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import ClassVar
 
+import jax
 import jax.numpy as jnp
 from flax.errors import FlaxError
 
@@ -32,7 +35,7 @@ class CompactRanker:
     def init(self, key: Array, frame_shape: tuple[int, int, int]) -> PyTree:
         """Makes random parameters for frames of (H, W, C) pixels."""
         frames = jnp.zeros((1, 2, *frame_shape), jnp.uint8)
-        return FrameRanker(self.config).init(key, frames, jnp.ones((1, 2), jnp.bool_))
+        return _initialiser(self.config)(key, frames, jnp.ones((1, 2), jnp.bool_))
 
     def prepare(self, params: PyTree, task: str) -> PyTree:
         """Returns an empty context: the network reads pixels alone."""
@@ -69,3 +72,8 @@ class CompactRanker:
         valid = jnp.where(where, jnp.isfinite(logits), True).all(-1)
         values = jnp.where(where, logits, 0.0)
         return Scores(values=values, valid=valid, tokens=jnp.zeros(frames.shape[0], jnp.int32))
+
+
+@functools.lru_cache(maxsize=16)
+def _initialiser(config: FrameRankerConfig) -> Callable:
+    return jax.jit(FrameRanker(config).init)

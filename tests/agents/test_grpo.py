@@ -130,7 +130,9 @@ def test_kl_estimate_is_unbiased():
     log_q = grpo.choice_log_probs(reference, orders, where)
     p, q = np.exp(np.float64(log_p.sum(-1))), np.exp(np.float64(log_q.sum(-1)))
     exact = (p * np.log(p / q)).sum() / 3  # per item, over three items
-    np.testing.assert_allclose((p * np.asarray(grpo.kl_estimate(log_p, log_q, where))).sum(), exact, rtol=1e-4)
+    np.testing.assert_allclose(
+        (p * np.asarray(grpo.kl_estimate(log_p, log_q, where))).sum(), exact, rtol=1e-4
+    )
 
 
 @pytest.mark.parametrize(("start", "kl", "rises"), [(1.0, 0.3, True), (1.0, 0.01, False)])
