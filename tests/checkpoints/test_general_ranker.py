@@ -1,7 +1,7 @@
 """The shipped general ranker on levels that nobody has seen before."""
 
-import importlib.util
 import pathlib
+import runpy
 
 import jax
 import numpy as np
@@ -15,19 +15,15 @@ SCRIPT = pathlib.Path(__file__).parents[2] / "benchmarks" / "train_general_ranke
 
 
 def test_it_orders_freshly_generated_levels_and_an_untrained_one_does_not():
-    spec = importlib.util.spec_from_file_location("train_general_ranker", SCRIPT)
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = runpy.run_path(str(SCRIPT), run_name="train_general_ranker")
+    record, draw = script["record"], script["draw"]
     config, params, card = load_pretrained("general_ranker")
     assert card["metadata"]["config"]["seed"] != 77 != card["metadata"]["config"]["unseen_seed"]
     scorer, rng = CompactRanker(config), np.random.default_rng(77)
     untrained = scorer.init(jax.random.key(77), (*config.frame_shape, 1))
-    sets = [script.record(cells, 8, ("near_optimal",), rng) for cells in generate.generate(77, 4)]
+    sets = [record(cells, 8, ("near_optimal",), rng) for cells in generate.generate(77, 4)]
     rho = lambda params: np.mean(  # noqa: E731
-        [
-            heldout_rho(scorer, params, videos, jax.random.key(1), clips=64, render=script.draw)
-            for videos in sets
-        ]
+        [heldout_rho(scorer, params, videos, jax.random.key(1), clips=64, render=draw) for videos in sets]
     )
     assert rho(params) >= 0.85
     assert rho(untrained) < 0.6
@@ -36,7 +32,7 @@ def test_it_orders_freshly_generated_levels_and_an_untrained_one_does_not():
 def test_the_card_is_small_complete_and_tells_the_same_as_the_record():
     _, _, card = load_pretrained()
     text = (PRETRAINED / "general_ranker.md").read_text()
-    unseen = [score for score in card["metadata"]["rho"]["unseen"]["trained"].values()]
+    unseen = list(card["metadata"]["rho"]["unseen"]["trained"].values())
     assert len(unseen) >= 20 and np.mean(unseen) >= 0.85
     assert f"**{np.mean(unseen):.3f}**" in text
     assert (PRETRAINED / "general_ranker.safetensors").stat().st_size < 4_000_000
