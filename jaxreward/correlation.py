@@ -17,7 +17,7 @@ Three rules hold for all correlations:
 The rank functions count pairs instead of sorting. With S_i = sum_j sign(x_i - x_j), the average rank
 of x_i among n is (S_i + n + 1) / 2, so S is twice the centred rank, and it is an exact integer. Up to
 `EXACT_LENGTH` slots all of Spearman's sums are exact in int32; above it they are float32 sums of exact
-ranks. Time grows with n**2, memory with n above `PAIRWISE_LENGTH`.
+ranks. Time grows with n**2, memory with n above `PAIRWISE_LENGTH`. Where the hardware flushes subnormal numbers (as XLA does on CPUs), they equal zero.
 """
 
 from __future__ import annotations
@@ -128,8 +128,7 @@ def spearman_with_validity(x, y, *, ties: Ties = "expected", where=None, key=Non
     else:
         x_square = _inner_product(x_signs, x_signs)
     y_square = _inner_product(y_signs, y_signs)
-    defined = usable & (x_square > 0) & (y_square > 0)
-    return _cosine(_inner_product(x_signs, y_signs), x_square, y_square, defined)
+    return _cosine(_inner_product(x_signs, y_signs), x_square, y_square, usable)
 
 
 def kendall(x, y, *, variant: Literal["a", "b"] = "b", where=None) -> Array:
@@ -179,7 +178,7 @@ def kendall_with_validity(x, y, *, variant: Literal["a", "b"] = "b", where=None)
     if variant == "a":
         count = _count(where)
         untied_x = untied_y = (count * (count - 1)).astype(jnp.float32)
-    return _cosine(agreement, untied_x, untied_y, usable & (untied_x > 0) & (untied_y > 0))
+    return _cosine(agreement, untied_x, untied_y, usable)
 
 
 def pearson(x, y, *, where=None) -> Array:
@@ -212,14 +211,14 @@ def pearson_with_validity(x, y, *, where=None) -> tuple[Array, Array]:
     x, y = x.astype(jnp.float32), y.astype(jnp.float32)
     usable = _usable(x, y, where)
     where = where & usable[..., None]
-    x_deviations, x_range = _deviations(x, where)
-    y_deviations, y_range = _deviations(y, where)
+    x_deviations, _ = _deviations(x, where)
+    y_deviations, _ = _deviations(y, where)
     # Elementwise products, not a matrix product, which accelerators would round to 8 or 11 bits.
     return _cosine(
         jnp.sum(x_deviations * y_deviations, axis=-1),
         jnp.sum(jnp.square(x_deviations), axis=-1),
         jnp.sum(jnp.square(y_deviations), axis=-1),
-        usable & (x_range > 0)[..., 0] & (y_range > 0)[..., 0],
+        usable,
     )
 
 
@@ -407,10 +406,14 @@ def _usable(x: Array, y: Array, where: Array) -> Array:
     return _all_finite(x, where) & _all_finite(y, where) & (_count(where) >= 2)
 
 
-def _cosine(product: Array, x_square: Array, y_square: Array, defined: Array) -> tuple[Array, Array]:
-    """product / sqrt(x_square * y_square) where defined, else 0, without NaN in value or gradient."""
-    square = jnp.where(defined, x_square * y_square, 1.0)
-    value = jnp.where(defined, product / jnp.sqrt(square), 0.0)
+def _cosine(product: Array, x_square: Array, y_square: Array, usable: Array) -> tuple[Array, Array]:
+    """product / sqrt(x_square * y_square) where it is defined, else 0, and where it is.
+
+    Both the quotient and its divisor are chosen, so that neither value nor gradient is ever NaN.
+    """
+    square = x_square * y_square
+    defined = usable & (square > 0)
+    value = jnp.where(defined, product / jnp.sqrt(jnp.where(defined, square, 1.0)), 0.0)
     return jnp.clip(value, -1.0, 1.0), jnp.broadcast_to(defined, value.shape)
 
 
@@ -495,32 +498,32 @@ def _untied_square(count: Array, length: int) -> Array:
 
 
 def _deviations(x: Array, where: Array) -> tuple[Array, Array]:
-    """Deviations from the mean in units of the range [..., n], and half of the range [..., 1].
+    """Deviations from the mean in units of the range [..., n], and a sixteenth of the range [..., 1].
 
     Both are exactly 0 where all values are equal: a rounded mean would leave noise there. A correlation
     does not depend on the offset and the scale that are removed, so holding them constant leaves its
     gradient exact.
     """
-    half = jnp.where(where, 0.5 * x, 0.0)  # halves: the range of finite numbers may overflow
-    fixed = jax.lax.stop_gradient(half)
+    # Sixteenths: the range of finite numbers may overflow, and its inverse must not be subnormal.
+    small = jnp.where(where, x / 16, 0.0)
+    fixed = jax.lax.stop_gradient(small)
     low = jnp.min(fixed, axis=-1, keepdims=True, where=where, initial=jnp.inf)
     high = jnp.max(fixed, axis=-1, keepdims=True, where=where, initial=-jnp.inf)
-    half_range = jnp.where(high > low, high - low, 0.0)
-    spreads = half_range > 0
+    extent = jnp.where(high > low, high - low, 0.0)
+    spreads = extent > 0
     inside = where & spreads
-    unit = jnp.where(inside, (half - jnp.where(spreads, low, 0.0)) / jnp.where(spreads, half_range, 1.0), 0.0)
+    unit = jnp.where(inside, (small - jnp.where(spreads, low, 0.0)) / jnp.where(spreads, extent, 1.0), 0.0)
     count = jnp.maximum(_count(where), 1)[..., None].astype(jnp.float32)
     mean = jnp.sum(unit, axis=-1, keepdims=True) / count
-    return jnp.where(inside, unit - mean, 0.0), half_range
+    return jnp.where(inside, unit - mean, 0.0), extent
 
 
 def _standard_deviation(x: Array, where: Array) -> Array:
     """float32 [..., 1]: the population standard deviation of unmasked x; 1 where all are equal."""
-    deviations, half_range = _deviations(jax.lax.stop_gradient(x), where)
+    deviations, extent = _deviations(jax.lax.stop_gradient(x), where)
     count = jnp.maximum(_count(where), 1)[..., None].astype(jnp.float32)
     in_ranges = jnp.sqrt(jnp.sum(jnp.square(deviations), axis=-1, keepdims=True) / count)
-    # At most half of the range, so that the doubled product is finite for every finite row.
-    return jnp.where(half_range > 0, 2.0 * (in_ranges * half_range), 1.0)
+    return jnp.where(extent > 0, 16 * (in_ranges * extent), 1.0)
 
 
 # --- Soft ranks ---
@@ -594,20 +597,11 @@ def _isotonic_ranks(x: Array, where: Array, strength: Array) -> Array:
 
 
 def _isotonic_forward(x: Array, where: Array, strength: Array):
+    place = _places(x, where)
     largest = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
     shrink = jnp.where(largest > _LARGE, 1.0 / _LARGE, 1.0)  # a power of two: rounds nothing
-    x, step = x * shrink, jnp.maximum(strength * shrink, _MIN_STRENGTH)
-
-    length = x.shape[-1]
-    keys = jnp.where(where, x, _BEYOND)
-    index = jnp.arange(length, dtype=jnp.int32)
-
-    def precede(mine, theirs):
-        earlier = (theirs[0] == mine[0]) & (theirs[1] < mine[1])
-        return ((theirs[0] < mine[0]) | earlier).astype(jnp.int32)
-
-    place = _count_over_partners(precede, keys, index)
-    ordered = _to_order(keys, place)
+    ordered = _to_order(jnp.where(where, x * shrink, _BEYOND), place)
+    step = jnp.maximum(strength * shrink, _MIN_STRENGTH)
     first, last = _block_ends(ordered, step)
     count = _count(where)[..., None]
     block_centre = 0.5 * (first + last - (count - 1)).astype(jnp.float32)
@@ -624,6 +618,19 @@ def _isotonic_backward(residuals, cotangent: Array):
 
 
 _isotonic_ranks.defvjp(_isotonic_forward, _isotonic_backward)
+
+
+def _places(x: Array, where: Array) -> Array:
+    """int32 [..., n]: where each slot goes in ascending order, ties by index, masked slots last."""
+    index = jnp.arange(x.shape[-1], dtype=jnp.int32)
+
+    def precede(mine, theirs):
+        earlier = theirs[2] < mine[2]
+        smaller = (theirs[0] < mine[0]) | ((theirs[0] == mine[0]) & earlier)
+        # Masking the outcome and not x: a choice among inputs keeps XLA from vectorising the kernel.
+        return jnp.where(mine[1], theirs[1] & smaller, theirs[1] | earlier).astype(jnp.int32)
+
+    return _count_over_partners(precede, x, where, index)
 
 
 def _to_order(values: Array, place: Array) -> Array:
