@@ -72,7 +72,7 @@ def main() -> None:
             compiled = jax.jit(program).lower(x, y).compile()
             compiled(x, y)
             taken = milliseconds(lambda compiled=compiled, x=x, y=y: compiled(x, y), REPEATS)
-            print(f"  {name:26s} {taken:8.2f} ms   {reference / taken:8.0f} x")
+            print(f"  {name:26s} {taken:8.2f} ms   {reference / taken:8.1f} x")
 
 
 if __name__ == "__main__":

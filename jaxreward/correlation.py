@@ -17,7 +17,8 @@ Three rules hold for all correlations:
 The rank functions count pairs instead of sorting. With S_i = sum_j sign(x_i - x_j), the average rank
 of x_i among n is (S_i + n + 1) / 2, so S is twice the centred rank, and it is an exact integer. Up to
 `EXACT_LENGTH` slots all of Spearman's sums are exact in int32; above it they are float32 sums of exact
-ranks. Time grows with n**2, memory with n above `PAIRWISE_LENGTH`. Where the hardware flushes subnormal numbers (as XLA does on CPUs), they equal zero.
+ranks. Time grows with n**2, memory with n above `PAIRWISE_LENGTH`. Where the hardware flushes subnormal
+numbers (as XLA does on CPUs), they equal zero.
 """
 
 from __future__ import annotations
