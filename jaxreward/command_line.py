@@ -87,6 +87,22 @@ def override(config: Any, arguments: Sequence[str], program: str) -> Any:
     return _merge(config, parsed)
 
 
+def parse(config_type: type, arguments: Sequence[str], program: str, description: str) -> Any:
+    """Reads a whole command line into a dataclass.
+
+    Raises:
+      ConfigError: an unknown option or a value that cannot be used.
+    """
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(printed):
+            return tyro.cli(config_type, args=list(arguments), prog=program, description=description)
+    except SystemExit as stop:
+        if stop.code in (0, None):
+            raise
+        raise ConfigError(_flatten(printed.getvalue())) from None
+
+
 def nearest(name: str, known) -> str:
     """'; did you mean ...?' with the nearest known names, or what there is to choose from."""
     known = list(known)

@@ -16,7 +16,6 @@ from jaxreward.training.experiment import ExperimentConfig
 AGENT = PPOConfig(
     discount=0.99,
     trace=0.98,
-    value_coefficient=1.0,
     network=NetworkConfig(body="cnn", cnn_layers=((16, 4, 4),)),
 )
 SYMBOLIC_AGENT = dataclasses.replace(AGENT, network=NetworkConfig(body="cnn", cnn_layers=((8, 1, 1),)))

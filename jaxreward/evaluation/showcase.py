@@ -36,18 +36,25 @@ def write_showcase(
     Raises:
       StorageError: the folder cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     written = {}
     for name, outcome in (("best", True), ("failure", False)):
-        episodes = [e for e in evaluation.episodes if e.success == outcome][:CANDIDATES]
-        if not episodes:
-            continue
-        paid = reward_episodes(environment, reward, scorer, episodes, key)
-        chosen = int(np.argmax([p.sum() for p in paid]))
-        path = folder / f"{name}.mp4"
-        write_episode(environment, episodes[chosen], paid[chosen], path)
-        written[name] = str(path)
+        chosen = best_paid(environment, reward, scorer, evaluation, outcome, key)
+        if chosen is not None:
+            write_episode(environment, *chosen, folder / f"{name}.mp4")
+            written[name] = str(folder / f"{name}.mp4")
     return written
+
+
+def best_paid(
+    environment, reward, scorer, evaluation: Evaluation, success: bool, key: Array
+) -> tuple[Episode, np.ndarray] | None:
+    """The episode with the highest reward among the first successes or failures, and its rewards."""
+    episodes = [e for e in evaluation.episodes if e.success == success][:CANDIDATES]
+    if not episodes:
+        return None
+    paid = reward_episodes(environment, reward, scorer, episodes, key)
+    chosen = int(np.argmax([p.sum() for p in paid]))
+    return episodes[chosen], paid[chosen]
 
 
 def reward_episodes(environment, reward, scorer, episodes: list[Episode], key: Array) -> list[np.ndarray]:

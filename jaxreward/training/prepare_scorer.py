@@ -16,6 +16,8 @@ from jaxreward.checkpoints.pretrained import load_pretrained, load_scorer, save_
 from jaxreward.checkpoints.store import CheckpointStore
 from jaxreward.data.video import Crop, VideoOptions, VideoSet, read_folder
 from jaxreward.envs.catrap.environment import CatrapConfig
+from jaxreward.envs.catrap.levels import all_levels, load_level
+from jaxreward.envs.pyboy import CartridgeConfig
 from jaxreward.errors import ConfigError
 from jaxreward.models.frame_ranker import FrameRankerConfig
 from jaxreward.scorers.base import Scorer
@@ -44,7 +46,8 @@ class VideoConfig:
       on_bad: 'skip' reports unusable files and goes on, 'refuse' ends the run.
       held_out: share of the videos that Stage 1 does not train on.
       levels: levels whose expert play is generated; empty means the level that is acted on.
-      held_out_levels: levels whose videos only validate, never train.
+      held_out_levels: levels whose videos only validate, never train; a training level among them is
+        left out.
       count: generated videos for each level.
       kind: which expert plays them.
     """
@@ -105,19 +108,30 @@ def prepare_scorer(
       ModelError: a scorer file is damaged or does not fit.
       Interrupted: after saving.
     """
-    spec = environment.spec
     sets = read_videos(config, environment, run, console, interrupted)
-    finished = run.path / "scorer" / "scorer.json"
-    heldout: dict[str, float] = {}
-    if config.scorer == "train" and not finished.exists():
+    if config.scorer == "train" and not _own_scorer(run).exists():
         if "train" not in sets:
             raise ConfigError(
-                "scorer is 'train' and there are no videos to train it from: give --videos.folders DIR, "
-                "or take a ready scorer by --scorer pretrained or --scorer PATH"
+                "scorer is 'train' and there are no videos to train it from: give --videos DIR, or take a "
+                "ready scorer by --scorer pretrained or --scorer PATH"
             )
-        _train(config, spec.image_shape, sets, run, console, interrupted)
+        _train(config, environment.spec.image_shape, sets, run, console, interrupted)
+    prepared = load_prepared(config, environment, run)
+    if "task" not in sets:
+        return prepared
+    frames, lengths, _ = sets["task"].padded()
+    return dataclasses.replace(prepared, clips=(frames[:PREFLIGHT_CLIPS], lengths[:PREFLIGHT_CLIPS]))
+
+
+def load_prepared(config, environment, run: RunFolder) -> PreparedScorer:
+    """Loads the scorer of an experiment, which must have been trained already; without any clips.
+
+    Raises:
+      ModelError: a scorer file is missing or damaged or does not fit.
+    """
+    spec, heldout = environment.spec, {}
     if config.scorer == "train":
-        model, params, card = load_scorer(finished)
+        model, params, card = load_scorer(_own_scorer(run))
         heldout = card["metadata"]["heldout"]
     elif config.scorer == "pretrained":
         model, params, _ = load_pretrained()
@@ -130,11 +144,11 @@ def prepare_scorer(
         model, params, card = load_scorer(path / "scorer" if (path / "scorer").is_dir() else path)
         heldout = card["metadata"].get("heldout", {})
     scorer = CompactRanker(model)
-    clips = None
-    if "task" in sets:
-        frames, lengths, _ = sets["task"].padded()
-        clips = (frames[:PREFLIGHT_CLIPS], lengths[:PREFLIGHT_CLIPS])
-    return PreparedScorer(scorer, params, scorer.prepare(params, spec.task), clips, heldout)
+    return PreparedScorer(scorer, params, scorer.prepare(params, spec.task), None, heldout)
+
+
+def _own_scorer(run: RunFolder) -> pathlib.Path:
+    return run.path / "scorer" / "scorer.json"
 
 
 def read_videos(
@@ -161,17 +175,14 @@ def read_videos(
         found = _read(list(videos.folders), videos.weights, options, console)
         train, held_out = found.split(videos.held_out, config.seed)
         return {"train": train, "videos": held_out, "task": held_out}
-    level = getattr(config.env, "level", None)
-    if level is None:
+    acted = _acted_levels(config.env)
+    if not acted:
         return {}
-    train_levels = videos.levels or (level,)
-    if config.scorer != "train":
-        train_levels = (level,)
-    clash = set(train_levels) & set(videos.held_out_levels)
-    if clash:
-        raise ConfigError(f"videos.held_out_levels and videos.levels both name level {sorted(clash)[0]}")
-    held_out_levels = videos.held_out_levels if config.scorer == "train" else ()
-    wanted = list(dict.fromkeys((*train_levels, *held_out_levels, level)))
+    training = config.scorer == "train"
+    train_levels = (training and videos.levels) or acted
+    known = {load_level(name).name for name in train_levels}
+    held_out_levels = [n for n in videos.held_out_levels if training and load_level(n).name not in known]
+    wanted = list(dict.fromkeys((*train_levels, *held_out_levels, *acted)))
     folders = _record_demonstrations(config, wanted, run, console, interrupted)
     short = dataclasses.replace(options, min_frames=2)
     train, held_out = _read([folders[n] for n in train_levels], (), short, console).split(
@@ -180,8 +191,19 @@ def read_videos(
     sets = {"train": train, "videos": held_out}
     if held_out_levels:
         sets["levels"] = _read([folders[n] for n in held_out_levels], (), short, console)
-    _, sets["task"] = _read([folders[level]], (), short, console).split(videos.held_out, config.seed)
+    _, sets["task"] = _read([folders[n] for n in acted], (), short, console).split(
+        videos.held_out, config.seed
+    )
     return sets
+
+
+def _acted_levels(env_config) -> tuple[str, ...]:
+    """The Catrap levels that an environment plays; none for other environments and for a user's ROM."""
+    if not isinstance(env_config, CatrapConfig | CartridgeConfig) or getattr(env_config, "rom", ""):
+        return ()
+    if env_config.level == "all":
+        return tuple(level.name for level in all_levels())
+    return tuple(name.strip() for name in env_config.level.split(","))
 
 
 def _record_demonstrations(
