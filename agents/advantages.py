@@ -101,9 +101,14 @@ def episode_totals(values: Array, done: Array) -> Array:
 
 
 def standardise(
-    advantages: Array, done: Array, *, per: Literal["batch", "episode"] = "batch", where: Array | None = None
+    advantages: Array,
+    done: Array,
+    *,
+    per: Literal["batch", "episode"] = "batch",
+    floor: float | Array = 0.0,
+    where: Array | None = None,
 ) -> Array:
-    """Shifts and scales advantages to mean 0 and (population) standard deviation 1.
+    """Shifts and scales advantages to mean 0 and (population) standard deviation 1, or less under `floor`.
 
     A group without spread, such as an episode of a single step, becomes 0: it says nothing about which
     action was better. An episode that is only partly in the rollout is standardised over that part.
@@ -113,6 +118,9 @@ def standardise(
       done: bool [T, B], the episode ended in step t.
       per: 'batch' (one mean and deviation for all steps) or 'episode' (one for each episode; Rank-Then-Act,
         appendix A.4).
+      floor: the smallest deviation that is scaled up to 1, in units of the reward. Once every episode
+        earns the same, what is left is noise of the value estimates; blown up to 1 it drives a policy
+        away from a solved task.
       where: bool [T, B], the steps that count; the others become 0. All by default.
 
     Returns:
@@ -130,5 +138,6 @@ def standardise(
     mean_square = total(jnp.square(advantages)) / count
     # Below this the deviation is float32 rounding error of the mean, not a difference between steps.
     has_spread = variance > 1e-10 * mean_square
-    scale = jnp.where(has_spread, jax.lax.rsqrt(jnp.where(has_spread, variance, 1.0)), 0.0)
+    deviation = jnp.maximum(jnp.sqrt(jnp.where(has_spread, variance, 1.0)), floor)
+    scale = jnp.where(has_spread, 1.0 / deviation, 0.0)
     return centred * scale

@@ -46,6 +46,8 @@ class PPOConfig:
       target_kl: once a minibatch's approximate KL divergence exceeds it, that and all later minibatches of
         the update are skipped and the metric `applied` shows the share that was not; None: never.
       standardisation: of advantages, over the 'batch' or over each 'episode'.
+      advantage_floor: deviation of the advantages below which they are not scaled up to 1, in units of the
+        reward; 0: always scaled.
       horizon: 'terminal': a time limit ends the task, and the value sees the time used. 'bootstrap': the
         task goes on beyond it, and a truncated episode is continued by the value of its last observation.
       network: structure of the network.
@@ -66,6 +68,7 @@ class PPOConfig:
     adam_epsilon: float = 1e-5
     target_kl: float | None = None
     standardisation: Literal["batch", "episode"] = "batch"
+    advantage_floor: float = 0.0
     horizon: Horizon = "terminal"
     network: NetworkConfig = dataclasses.field(default_factory=NetworkConfig)
 
@@ -87,6 +90,8 @@ class PPOConfig:
             value = getattr(self, name)
             if value is not None and not value > 0.0:
                 raise ConfigError(f"agent.{name} is {value}; it must be above 0.")
+        if not self.advantage_floor >= 0.0:
+            raise ConfigError(f"agent.advantage_floor is {self.advantage_floor}; it must be 0 or more.")
         choices = {"standardisation": ("batch", "episode"), "horizon": get_args(Horizon)}
         for name, allowed in choices.items():
             value = getattr(self, name)
@@ -108,6 +113,7 @@ class Settings:
     value_coefficient: Array
     max_gradient_norm: Array
     adam_epsilon: Array
+    advantage_floor: Array
     value_clip: Array | None
     target_kl: Array | None
 
@@ -304,7 +310,12 @@ class PPO:
             choice=rollout.extras["choice"],
             log_prob=rollout.extras["log_prob"],
             value=value,
-            advantage=standardise(advantage, rollout.timestep.done, per=self.config.standardisation),
+            advantage=standardise(
+                advantage,
+                rollout.timestep.done,
+                per=self.config.standardisation,
+                floor=settings.advantage_floor,
+            ),
             target=target,
         )
         if not self.config.network.recurrent:

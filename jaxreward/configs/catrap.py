@@ -12,10 +12,12 @@ from jaxreward.rewards.constant import ConstantConfig
 from jaxreward.rewards.rank_then_act import RankThenActConfig
 from jaxreward.rewards.success import SuccessConfig
 from jaxreward.training.experiment import ExperimentConfig
+from jaxreward.training.prepare_scorer import VideoConfig
 
 AGENT = PPOConfig(
     discount=0.99,
     trace=0.98,
+    advantage_floor=0.05,
     network=NetworkConfig(body="cnn", cnn_layers=((16, 4, 4),)),
 )
 SYMBOLIC_AGENT = dataclasses.replace(AGENT, network=NetworkConfig(body="cnn", cnn_layers=((8, 1, 1),)))
@@ -25,6 +27,7 @@ CARTRIDGE = ExperimentConfig(
     env=CartridgeConfig(level="2"),
     reward=RankThenActConfig(mode="episode"),
     agent=AGENT,
+    videos=VideoConfig(held_out_levels=("03", "04")),
 )
 JAX = dataclasses.replace(
     CARTRIDGE,
