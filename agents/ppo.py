@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
+
 from jaxreward.agents.advantages import Horizon, generalised_advantages, standardise
 from jaxreward.agents.networks import ActorCritic, NetworkConfig, to_action
-
 from jaxreward.errors import ConfigError
 from jaxreward.types import Array, EnvironmentSpec, Experience, PyTree, Rollout, TimeStep, previous
 

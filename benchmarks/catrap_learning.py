@@ -67,7 +67,15 @@ def run(options: Options, level: str, variant: str, core: int, scorer: pathlib.P
     found = sorted(folder.glob("*/summary.json"))
     if found:
         return json.loads(found[-1].read_text())
-    command = [sys.executable, "-m", "jaxreward.train", "--config", VARIANTS[variant][0], "--runs", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "jaxreward.train",
+        "--config",
+        VARIANTS[variant][0],
+        "--runs",
+        str(folder),
+    ]
     command += ["--env.level", level, "--seed", str(options.first_seed), "--seeds", str(options.seeds)]
     command += ["--act.updates", str(options.updates), "--json"]
     if scorer is not None:
@@ -113,7 +121,8 @@ def write_table(options: Options, results: dict[tuple[str, str], dict]) -> None:
     lines = [
         "# Learning Catrap from frame order",
         "",
-        f"Written by `python benchmarks/catrap_learning.py`: {options.seeds} seeds from {options.first_seed}, "
+        f"Written by `python benchmarks/catrap_learning.py`: {options.seeds} seeds from "
+        f"{options.first_seed}, "
         f"{options.updates} updates of 8,192 environment steps, one setting for all levels. Success of the "
         "sampled policy after the last update (256 episodes a seed): mean over seeds, the seeds, and the "
         "95 % bootstrap interval over seeds. Held-out rho: Spearman correlation on the level's held-out "

@@ -12,11 +12,11 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+
 from jaxreward.envs.actions import BoxActions
 from jaxreward.envs.names import unknown_name
 from jaxreward.envs.pictures import ObservationPicture
 from jaxreward.envs.wrappers import SingleStep, VectorEnvironment, vectorise
-
 from jaxreward.errors import ConfigError, SimulatorError
 from jaxreward.types import Array, PyTree
 

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+
 from jaxreward.envs.actions import BoxActions
 from jaxreward.envs.gymnasium_worker import (
     BlockSettings,
@@ -39,7 +40,6 @@ from jaxreward.envs.workers import (
     lay_out,
     shared_file,
 )
-
 from jaxreward.errors import ConfigError, SimulatorError
 from jaxreward.types import Array, Discrete, EnvironmentSpec, PyTree
 

@@ -9,8 +9,8 @@ import dataclasses
 from typing import Any
 
 import numpy as np
-from jaxreward.envs.workers import RESET, array_bytes, lay_out, serve
 
+from jaxreward.envs.workers import RESET, array_bytes, lay_out, serve
 from jaxreward.errors import ConfigError, SimulatorError
 
 

@@ -13,11 +13,11 @@ from urllib.error import URLError
 import jax
 import jax.numpy as jnp
 import numpy as np
+
 from jaxreward.envs.actions import BoxActions
 from jaxreward.envs.names import unknown_name
 from jaxreward.envs.pictures import ObservationPicture
 from jaxreward.envs.wrappers import SingleStep, VectorEnvironment, vectorise
-
 from jaxreward.errors import ConfigError, SimulatorError
 from jaxreward.types import Array, Discrete, PyTree
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxreward.envs.wrappers import SingleStep, VectorEnvironment, vectorise
 
+from jaxreward.envs.wrappers import SingleStep, VectorEnvironment, vectorise
 from jaxreward.errors import ConfigError
 from jaxreward.types import Array, Box, Discrete
 

@@ -27,6 +27,7 @@ from typing import BinaryIO, Literal, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+
 from jaxreward.envs.catrap import art
 from jaxreward.envs.catrap.cartridge import ROM
 from jaxreward.envs.catrap.environment import TASK
@@ -44,9 +45,9 @@ from jaxreward.envs.pyboy_worker import (
     BlockSettings,
     Emulator,
     EmulatorBlock,
+    block_mean,
     read_rom,
 )
-
 from jaxreward.errors import ConfigError, SimulatorError
 from jaxreward.types import Discrete, EnvironmentSpec
 
@@ -102,6 +103,28 @@ class CartridgeEnvironment(HostEnvironment):
         super().__init__(EmulatorVectorEnvironment(config), unroll=config.unroll)
         self.config = config
 
+    def pictures(self, frames: np.ndarray, actions: np.ndarray) -> np.ndarray:
+        """Full-size pictures of one episode, for videos, by playing its actions anew.
+
+        The episode's level is the one that begins with the picture of its first frame. Frames that begin
+        like no level, and those of a user's ROM, which need not play the same way twice, are returned as
+        they are, in RGB.
+
+        Args:
+          frames: uint8 [L + 1, 144 / frame_scale, 160 / frame_scale, 1], the episode's frames.
+          actions: int32 [L].
+
+        Returns:
+          uint8 [L + 1, 144, 160, 3], RGB; [L + 1, 144 / frame_scale, 160 / frame_scale, 3] where the
+          frames are returned.
+
+        Raises:
+          SimulatorError: the emulator does not start.
+        """
+        frames = np.asarray(frames)
+        shown = _replay(self.host.levels, frames[0, ..., 0], actions, self.config.frame_scale)
+        return np.repeat(frames, 3, axis=-1) if shown is None else shown
+
 
 class EmulatorVectorEnvironment:
     """A `HostVectorEnvironment` of Catrap emulators; returns copies, never its shared arrays."""
@@ -120,7 +143,7 @@ class EmulatorVectorEnvironment:
         self.config = config
         self.spec = _spec(config)
         self.info_spec = {"success": jax.ShapeDtypeStruct((), jnp.bool_)}
-        levels = [] if config.rom else _levels(config)
+        self.levels = levels = [] if config.rom else _levels(config)
         count = max(config.workers, 1)
         bounds = [config.num_envs * i // count for i in range(count + 1)]
         blocks = [_block(config, levels, *pair) for pair in itertools.pairwise(bounds)]
@@ -311,6 +334,27 @@ def _levels(config: CartridgeConfig) -> list[list[list[int]]]:
                 "which can swap them"
             )
     return [level.cells.tolist() for level in levels]
+
+
+def _replay(
+    levels: list[list[list[int]]], first: np.ndarray, actions: np.ndarray, frame_scale: int
+) -> np.ndarray | None:
+    """Pictures uint8 [L + 1, 144, 160, 3] of the actions in the level that begins with the frame `first`."""
+    if not levels:
+        return None
+    with contextlib.closing(Emulator(level=np.array(levels[0]))) as emulator:
+        for level in levels:
+            emulator.choose(np.array(level))
+            emulator.reset()
+            if np.array_equal(block_mean(np.ascontiguousarray(emulator.screen), frame_scale), first):
+                break
+        else:
+            return None
+        pictures = [emulator.picture()]
+        for action in actions:
+            emulator.step(int(action))
+            pictures.append(emulator.picture())
+        return np.stack(pictures)
 
 
 def _block(config: CartridgeConfig, levels: list[list[list[int]]], start: int, stop: int) -> BlockSettings:

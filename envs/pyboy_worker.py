@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+
 from jaxreward.envs.catrap.art import BOULDER, EMPTY, FLYER, LADDER, SAND, WALKER, WALL
 from jaxreward.envs.catrap.cartridge import ROM, addresses
-
 from jaxreward.errors import JaxrewardError, SimulatorError
 
 SCREEN_ROWS, SCREEN_COLUMNS = 144, 160

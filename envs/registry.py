@@ -8,7 +8,6 @@ from typing import Any
 
 from jaxreward.envs.base import Environment
 from jaxreward.envs.names import unknown_name
-
 from jaxreward.errors import ConfigError
 
 

@@ -6,8 +6,8 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxreward.envs.base import Environment
 
+from jaxreward.envs.base import Environment
 from jaxreward.types import Array, Discrete, EnvironmentSpec, PyTree, TimeStep
 
 

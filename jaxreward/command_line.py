@@ -27,7 +27,7 @@ def run_command(command: Callable[[], None]) -> int:
     try:
         command()
     except JaxrewardError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return BAD_INPUT
     except Interrupted as note:
         print(f"interrupted: {note}" if str(note) else "interrupted", file=sys.stderr)

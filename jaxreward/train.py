@@ -13,7 +13,7 @@ from rich.table import Table
 from jaxreward.command_line import dataclass_types, nearest, override, run_command
 from jaxreward.configs import CONFIGS
 from jaxreward.envs import registry
-from jaxreward.errors import ConfigError
+from jaxreward.errors import ConfigError, JaxrewardError
 from jaxreward.training.act import interruption
 from jaxreward.training.experiment import ExperimentConfig, run_experiment
 from jaxreward.training.run_folder import RunFolder, create, open_run, read_config
@@ -129,8 +129,13 @@ def command(argv: list[str]) -> None:
     run, config = prepare(arguments)
     console = Console(stderr=arguments.json)
     console.print(f"run folder: {run.path}")
-    with run.lock(), interruption() as interrupted:
-        summary = run_experiment(config, run, console, interrupted)
+    try:
+        with run.lock(), interruption() as interrupted:
+            summary = run_experiment(config, run, console, interrupted)
+    except JaxrewardError:
+        if arguments.resume is None:
+            run.discard_unused()
+        raise
     low, high = summary["success_interval"]
     console.print(
         f"success {summary['success_rate']:.3f} [{low:.3f}, {high:.3f}] (greedy "

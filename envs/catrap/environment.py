@@ -152,6 +152,19 @@ class Catrap:
         """Draws compact frames int8 [..., 9, 10] as uint8 RGB [..., *spec.image_shape]."""
         return render.render(frame, self.config.frame_scale)
 
+    def pictures(self, frames: np.ndarray, actions: np.ndarray) -> np.ndarray:
+        """Full-size pictures of one episode, for videos.
+
+        Args:
+          frames: int8 [L + 1, 9, 10], the episode's compact frames.
+          actions: int32 [L]; not needed, since a compact frame holds all that can be seen.
+
+        Returns:
+          uint8 [L + 1, 144, 160, 3], RGB.
+        """
+        del actions
+        return np.asarray(render.render(frames, 1))
+
     def _load(self, cells: Array) -> tuple[rules.State, Array, Array]:
         """First games, frames and observations of n levels int8 [n, 9, 10]."""
         rewind = self.config.actions == "all"

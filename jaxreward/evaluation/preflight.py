@@ -39,8 +39,8 @@ class PreflightResult:
         found = []
         if self.margin < MARGIN:
             found.append(
-                f"expert clips earn only {self.margin:.2f} more than random play (expected at least {MARGIN}): "
-                "the reward is too weak to learn from"
+                f"expert clips earn only {self.margin:.2f} more than random play (expected at least "
+                f"{MARGIN}): the reward is too weak to learn from"
             )
         for kind in ("slow", "frozen", "reversed"):
             gap = float(self.rewards["expert"].mean() - self.rewards[kind].mean())

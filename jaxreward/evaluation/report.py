@@ -15,10 +15,12 @@ import numpy as np
 from jaxreward.metrics.recorder import read_metrics
 
 STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #1d2129 }
-table { border-collapse: collapse; margin: 1rem 0 } td, th { padding: .25rem .8rem; border-bottom: 1px solid #ddd;
-text-align: right } td:first-child, th:first-child { text-align: left } img, video { max-width: 100% }
-.warning { background: #fff3cd; padding: .5rem 1rem; border-left: 4px solid #e0a800 } code { background: #f2f3f5 }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
+table { border-collapse: collapse; margin: 1rem 0 }
+td, th { padding: .25rem .8rem; border-bottom: 1px solid #ddd; text-align: right }
+td:first-child, th:first-child { text-align: left }
+img, video { max-width: 100% }
+.warning { background: #fff3cd; padding: .5rem 1rem; border-left: 4px solid #e0a800 }
 pre { background: #f7f8fa; padding: 1rem; overflow-x: auto }
 """
 matplotlib.use("Agg")

@@ -155,7 +155,7 @@ def hacking_warning(records: list[dict[str, float]], expert_reward: float, windo
     success = float(np.mean([r["success"] for r in tail]))
     if success < 0.05 and expert_reward > 0 and reward > 0.8 * expert_reward:
         return (
-            f"the reward is {reward:.2f} (an expert earns {expert_reward:.2f}) while success is {success:.2f}: "
-            "the policy has found a way to earn it without solving the task"
+            f"the reward is {reward:.2f} (an expert earns {expert_reward:.2f}) while success is "
+            f"{success:.2f}: the policy has found a way to earn it without solving the task"
         )
     return None

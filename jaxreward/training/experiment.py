@@ -21,13 +21,14 @@ from rich.table import Table
 
 from jaxreward.agents.ppo import PPO, PPOConfig
 from jaxreward.checkpoints.store import CheckpointStore
+from jaxreward.data.video import write_atomically
 from jaxreward.envs import registry
 from jaxreward.envs.brax import BraxConfig
 from jaxreward.envs.catrap.environment import CatrapConfig
 from jaxreward.envs.gymnasium import GymnasiumConfig
 from jaxreward.envs.gymnax import GymnaxConfig
 from jaxreward.envs.pyboy import CartridgeConfig
-from jaxreward.errors import ConfigError
+from jaxreward.errors import ConfigError, StorageError
 from jaxreward.evaluation.policies import UniformRandom, evaluate, pad_frames
 from jaxreward.evaluation.preflight import PreflightResult, clip_kinds, episode_rewards
 from jaxreward.evaluation.report import write_report
@@ -44,7 +45,7 @@ from jaxreward.scorers.compact_ranker import CompactRanker
 from jaxreward.training.act import ActConfig, act, hacking_warning
 from jaxreward.training.loop import Loop, LoopConfig
 from jaxreward.training.plan import describe_plan
-from jaxreward.training.prepare_scorer import PreparedScorer, VideoConfig, prepare_scorer
+from jaxreward.training.prepare_scorer import PreparedScorer, VideoConfig, load_prepared, prepare_scorer
 from jaxreward.training.rank import RankConfig
 from jaxreward.training.run_folder import RunFolder, to_json
 
@@ -125,6 +126,7 @@ def run_experiment(
     started = time.perf_counter()
     environment = registry.make(config.env)
     try:
+        check_parts(config, environment, run)
         scorer = None
         if needs_scorer(config):
             scorer = prepare_scorer(config, environment, run, console, interrupted)
@@ -165,6 +167,51 @@ def make_loop(config: ExperimentConfig, environment, reward, scorer: Scorer | No
     """Wires the experiment's five parts."""
     agent = PPO(config.agent)
     return Loop(config.loop, environment, agent, reward, scorer, total_updates=config.act.updates)
+
+
+def check_parts(config: ExperimentConfig, environment, run: RunFolder) -> None:
+    """Refuses, before long work, a config whose parts do not fit each other or the run's checkpoints.
+
+    Traces one update on shapes alone, so that the agent, the scorer and the reward say now what they
+    would say after Stage 1.
+
+    Args:
+      config: the experiment.
+      environment: its environment.
+      run: its folder, with the checkpoints of a former process, if there are any.
+
+    Raises:
+      ConfigError: the parts do not fit each other.
+      ModelError: the scorer or a checkpoint is missing or damaged or does not fit.
+    """
+    scorer, load = None, lambda key: (None, None)
+    if needs_scorer(config) and config.scorer == "train":
+        shape = environment.spec.image_shape[:2]
+        scorer = CompactRanker(dataclasses.replace(config.model, frame_shape=shape))
+
+        def load(key):
+            params = scorer.init(key, (*shape, config.model.channels))
+            return params, scorer.prepare(params, environment.spec.task)
+    elif needs_scorer(config):
+        ready = load_prepared(config, environment, run)
+        scorer, load = ready.scorer, lambda key: (ready.params, ready.context)
+    loop = make_loop(config, environment, make_reward(config.reward, scorer), scorer)
+
+    def first_update(key):
+        state = loop.init(key)
+        return state, loop.update_program(state, *load(key))
+
+    state, _ = jax.eval_shape(first_update, jax.random.key(0))
+    for seed in range(config.seed, config.seed + config.seeds):
+        folder = seed_folder(config, run, seed)
+        store = CheckpointStore(folder / "checkpoints")
+        if store.latest_step() is not None and not (folder / "result.json").exists():
+            store.restore(state)
+
+
+def seed_folder(config: ExperimentConfig, run: RunFolder, seed: int) -> pathlib.Path:
+    """Where a seed's files are: the run folder itself if there is only one seed."""
+    return run.path if config.seeds == 1 else run.path / f"seed_{seed}"
 
 
 def run_preflight(
@@ -220,7 +267,7 @@ def _train_seed(
     interrupted: Callable[[], bool],
 ) -> dict[str, Any]:
     """Acts, evaluates and records one seed; returns its summary."""
-    folder = run.path if config.seeds == 1 else run.path / f"seed_{seed}"
+    folder = seed_folder(config, run, seed)
     finished = folder / "result.json"
     if finished.exists():
         return json.loads(finished.read_text())
@@ -230,7 +277,12 @@ def _train_seed(
     loop = make_loop(config, environment, reward, None if scorer is None else scorer.scorer)
     store = CheckpointStore(folder / "checkpoints", config.act.keep_checkpoints)
     describe_plan(config, loop, params, context, console, seed=seed, done=store.latest_step() or 0)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(
+            f"{folder}: it cannot be made ({error.strerror}); choose a folder with room"
+        ) from error
     with Recorder(folder, console=console, total_updates=config.act.updates) as recorder:
         state = act(
             loop,
@@ -262,7 +314,7 @@ def _train_seed(
     if result["hacking"]:
         console.print(f"[yellow]warning:[/yellow] {result['hacking']}")
     result["videos"] = write_showcase(environment, reward, scorer, sampled, show_key, folder / "videos")
-    finished.write_text(json.dumps(result, indent=2) + "\n")
+    write_atomically(finished, (json.dumps(result, indent=2) + "\n").encode())
     return result
 
 

@@ -45,6 +45,13 @@ class LoopConfig:
     score_chunk: int = 64
     fused: Literal["auto", "on", "off"] = "auto"
 
+    def __post_init__(self):
+        """Checks the ranges; raises ConfigError."""
+        for field in ("rollout_length", "score_chunk"):
+            found = getattr(self, field)
+            if found < 1:
+                raise ConfigError(f"loop.{field} is {found}; expected at least 1")
+
 
 @struct.dataclass
 class TrainingState:

@@ -64,6 +64,15 @@ class VideoConfig:
     count: int = 96
     kind: Literal["mixed", "optimal", "near_optimal", "dithering"] = "mixed"
 
+    def __post_init__(self):
+        """Checks the ranges; raises ConfigError."""
+        for field, least in (("stride", 1), ("duplicate_tolerance", 0), ("count", 1)):
+            found = getattr(self, field)
+            if found < least:
+                raise ConfigError(f"videos.{field} is {found}; expected at least {least}")
+        if not 0.0 <= self.held_out < 1.0:
+            raise ConfigError(f"videos.held_out is {self.held_out}; expected a share in [0, 1)")
+
 
 @dataclasses.dataclass(frozen=True)
 class PreparedScorer:

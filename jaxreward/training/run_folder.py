@@ -22,6 +22,7 @@ from jaxreward.errors import ConfigError, StorageError
 
 CLASS = "class"  # names a dataclass in JSON; a keyword, so no field can have the same name
 CONFIG_FILE = "config.json"
+LOCK_FILE = ".lock"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +90,14 @@ class RunFolder:
                 half.unlink(missing_ok=True)
                 raise
 
+    def discard_unused(self) -> None:
+        """Removes the folder if nothing but its config was ever written there: the run never began."""
+        with contextlib.suppress(OSError):
+            if {path.name for path in self.path.iterdir()} <= {CONFIG_FILE, LOCK_FILE}:
+                self.config.unlink()
+                (self.path / LOCK_FILE).unlink(missing_ok=True)
+                self.path.rmdir()
+
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
         """Holds the run for this process; the operating system lets go of it however the process ends.
@@ -96,7 +105,7 @@ class RunFolder:
         Raises:
           StorageError: another process works on this run, or the folder cannot be written.
         """
-        path = self.path / ".lock"
+        path = self.path / LOCK_FILE
         with _storage(f"{path}"):
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from jaxreward.agents.advantages import episode_totals, generalised_advantages, standardise
 
 jitted_standardise = jax.jit(standardise, static_argnames="per")

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.stats
+
 from jaxreward.agents.networks import (
     ActorCritic,
     Categorical,
@@ -12,7 +13,6 @@ from jaxreward.agents.networks import (
     NetworkConfig,
     to_action,
 )
-
 from jaxreward.errors import ConfigError
 from jaxreward.types import Box, Discrete
 

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from jaxreward.agents.base import Agent
 from jaxreward.agents.networks import ActorCritic, Categorical, NetworkConfig
 from jaxreward.agents.ppo import PPO, Batch, PPOConfig, Settings, explained_variance, ppo_loss
 from jaxreward.envs.probe import MatchReward, make_probe
 from jaxreward.envs.wrappers import vectorise
-
 from jaxreward.errors import ConfigError
 from jaxreward.training.unroll import unroll
 from jaxreward.types import Experience

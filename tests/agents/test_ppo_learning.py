@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from jaxreward.agents.networks import NetworkConfig
 from jaxreward.agents.ppo import PPO, PPOConfig
 from jaxreward.envs.probe import make_probe
-
 from jaxreward.training.unroll import unroll
 from jaxreward.types import Experience
 

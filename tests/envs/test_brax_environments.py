@@ -9,7 +9,6 @@ brax_envs = pytest.importorskip("brax.envs")
 
 from jaxreward.envs.brax import BraxConfig, make  # noqa: E402
 from jaxreward.envs.testing import check_environment, check_episodes, random_actions  # noqa: E402
-
 from jaxreward.errors import ConfigError, SimulatorError  # noqa: E402
 
 

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+
 from jaxreward.envs.catrap.environment import Catrap, CatrapConfig
 from jaxreward.envs.probe import make_probe
 from jaxreward.envs.testing import check_environment

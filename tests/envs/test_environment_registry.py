@@ -5,12 +5,12 @@ import sys
 
 import jax
 import pytest
+
 from jaxreward.envs import registry
 from jaxreward.envs.base import Environment
 from jaxreward.envs.brax import BraxConfig
 from jaxreward.envs.gymnasium import GymnasiumConfig
 from jaxreward.envs.gymnax import GymnaxConfig
-
 from jaxreward.errors import ConfigError
 
 

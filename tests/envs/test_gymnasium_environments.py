@@ -6,9 +6,9 @@ import gymnasium
 import jax
 import numpy as np
 import pytest
+
 from jaxreward.envs.gymnasium import GymnasiumConfig, make
 from jaxreward.envs.testing import check_environment
-
 from jaxreward.errors import ConfigError, SimulatorError
 from jaxreward.types import Box, Discrete
 

@@ -5,9 +5,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from jaxreward.envs.gymnax import GymnaxConfig, make
 from jaxreward.envs.testing import check_environment, random_actions
-
 from jaxreward.errors import ConfigError
 from jaxreward.types import Box, Discrete
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+
 from jaxreward.envs.base import Environment
 from jaxreward.envs.host import HostEnvironment, HostStep, HostVectorEnvironment
-
 from jaxreward.errors import SimulatorError
 from jaxreward.types import Discrete, EnvironmentSpec
 

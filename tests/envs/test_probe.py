@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from jaxreward.envs.probe import PROBES, make_probe
 from jaxreward.envs.testing import check_environment
-
 from jaxreward.errors import ConfigError
 
 

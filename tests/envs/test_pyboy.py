@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from jaxreward.envs.base import Environment
 from jaxreward.envs.catrap import art, levels, rules, solver
 from jaxreward.envs.catrap.cartridge import ROM, build
@@ -21,7 +22,6 @@ from jaxreward.envs.catrap.environment import Catrap, CatrapConfig
 from jaxreward.envs.host import HostVectorEnvironment
 from jaxreward.envs.pyboy import CartridgeConfig, CartridgeEnvironment, EmulatorVectorEnvironment, measure_raw
 from jaxreward.envs.pyboy_worker import Emulator, OriginalCatrapLayout, block_mean, read_rom
-
 from jaxreward.errors import ConfigError, SimulatorError
 
 needs_sdcc = pytest.mark.skipif(shutil.which("sdcc") is None, reason="SDCC is not installed: cannot build")
@@ -79,6 +79,27 @@ def test_describes_itself(environment):
     for name in ("num_envs", "max_episode_steps", "task", "observation", "image_shape", "action_space"):
         assert getattr(spec, name) == getattr(expected, name), name
     assert spec.frame.shape == (36, 40, 1) and spec.frame.dtype == jnp.uint8
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_pictures_of_an_episode_are_its_frames_at_full_size(environment, number):
+    actions = _actions()[:8]
+    frames = [environment.host_reset(jax.random.key(0)).frame[number]]
+    for action in actions:
+        frames.append(environment.host_step(action).final_frame[number])
+    frames = np.stack(frames)
+    pictures = environment.pictures(frames, actions[:, number])
+    assert pictures.shape == (9, 144, 160, 3) and pictures.dtype == np.uint8
+    blocks = pictures.reshape(9, 36, 4, 40, 4, 3).astype(int).sum((2, 4)) // 16
+    np.testing.assert_array_equal(blocks, environment.render(frames))
+    assert not np.array_equal(frames[0], frames[-1])
+
+
+def test_frames_that_begin_like_no_level_are_returned_in_rgb(environment):
+    frames = np.random.default_rng(0).integers(0, 256, (3, 36, 40, 1)).astype(np.uint8)
+    np.testing.assert_array_equal(
+        environment.pictures(frames, np.zeros(2, np.int32)), environment.render(frames)
+    )
 
 
 def test_some_environments_can_be_stepped_alone(environment):
@@ -329,6 +350,8 @@ def test_a_users_rom_runs_as_a_vector_environment(stand_in):
         np.testing.assert_array_equal(timestep.info["success"], [True, False])
         np.testing.assert_array_equal(timestep.observation[0], first.observation[0])
         assert int(timestep.episode_step[1]) == len(solution)
+        frames = np.asarray(first.frame)
+        np.testing.assert_array_equal(environment.pictures(frames, [0]), environment.render(frames))
     finally:
         environment.close()
 

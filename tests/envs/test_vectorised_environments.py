@@ -10,9 +10,9 @@ import pytest
 from flax import struct
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from jaxreward.envs.testing import check_environment
 from jaxreward.envs.wrappers import SingleStep, vectorise
-
 from jaxreward.errors import ConfigError, SimulatorError
 from jaxreward.types import Discrete
 

@@ -1,6 +1,7 @@
 """Rank-Then-Act's windows against SciPy and a plain Python account of episodes."""
 
 import functools
+import itertools
 import subprocess
 import sys
 
@@ -90,7 +91,7 @@ def run(config, stream, cuts, key=0, *, equivariant=False, constant=False):
     reward, step = compiled(config, equivariant, constant)
     state = reward.init(jax.random.key(0), make_spec(stream[0].size))
     paid = []
-    for i, (start, stop) in enumerate(zip(cuts[:-1], cuts[1:], strict=True)):
+    for i, (start, stop) in enumerate(itertools.pairwise(cuts)):
         state, rewards = step(
             state, cut_rollout(stream, start, stop), jax.random.fold_in(jax.random.key(key), i)
         )

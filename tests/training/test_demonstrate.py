@@ -6,10 +6,10 @@ import json
 
 import numpy as np
 import pytest
-from jaxreward.envs.catrap import levels
-from jaxreward.envs.pyboy_worker import Emulator
 
 from jaxreward.data.video import VideoOptions, read_folder, read_video
+from jaxreward.envs.catrap import levels
+from jaxreward.envs.pyboy_worker import Emulator
 from jaxreward.errors import ConfigError, DataError, SimulatorError, StorageError
 from jaxreward.training import demonstrate as module
 from jaxreward.training.demonstrate import KINDS, MANIFEST, DemonstrateConfig, demonstrate

@@ -83,9 +83,10 @@ def test_seeds_and_settings_vmap_and_equal_separate_runs():
     single = jax.jit(loop.update_program)
     for i, state in enumerate(states):
         alone, expected = single(state, params, ())
-        chex.assert_trees_all_close(
-            jax.tree.map(lambda x, i=i: x[i], together.agent.params), alone.agent.params, atol=1e-5
-        )
+        # A convolution's gradient sums in another order when batched, and Adam's first steps divide by
+        # its size: parameters move by up to 2e-3 here.
+        together_params = jax.tree.map(lambda x, i=i: x[i], together.agent.params)
+        chex.assert_trees_all_close(together_params, alone.agent.params, atol=2e-4)
         assert int(metrics["reward/queries"][i]) == int(expected["reward/queries"])
     assert int(metrics["reward/queries"][0]) != int(metrics["reward/queries"][1])
 
@@ -106,11 +107,7 @@ def test_scoring_in_chunks_equals_scoring_at_once_and_on_the_host():
 
 
 def test_every_reward_pays_what_it_says():
-    environment = Catrap(CatrapConfig(level="1", num_envs=4, max_episode_steps=8))
     loop, _ = make_loop()
-    state, timestep = environment.reset(jax.random.key(0))
-    solution = np.array([[0, 0], [0, 0]])  # any moves: only the bookkeeping matters here
-    del state, solution
     rollout = loop._act(
         loop.init(jax.random.key(0)).agent, *loop.environment.reset(jax.random.key(0)), (), jax.random.key(1)
     )[-1]

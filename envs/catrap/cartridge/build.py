@@ -18,9 +18,9 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+
 from jaxreward.envs.catrap import art, levels
 from jaxreward.envs.catrap.cartridge import ROM, SYMBOLS
-
 from jaxreward.errors import JaxrewardError, SimulatorError
 
 SDCC_VERSION = "4.2.0"  # built the packaged image; another version compiles to other bytes

@@ -158,3 +158,19 @@ def test_all_actions_swap_and_rewind():
 def test_settings_out_of_range(change, message):
     with pytest.raises(ConfigError, match=message):
         Catrap(CatrapConfig(**change))
+
+
+def test_pictures_of_an_episode_are_its_frames_at_full_size():
+    environment = Catrap(CatrapConfig(level="2", num_envs=1))
+    state, timestep = environment.reset(jax.random.key(0))
+    frames, actions = [timestep.frame[0]], solution_actions(environment, "2")
+    step = jax.jit(environment.step)
+    for action in actions:
+        state, timestep = step(state, action)
+        frames.append(timestep.final_frame[0])
+    frames = np.stack(frames)
+    pictures = environment.pictures(frames, np.concatenate(actions))
+    assert isinstance(pictures, np.ndarray) and pictures.dtype == np.uint8
+    assert pictures.shape == (len(actions) + 1, 144, 160, 3)
+    blocks = pictures.reshape(-1, 36, 4, 40, 4, 3).astype(int).sum((2, 4)) // 16
+    np.testing.assert_array_equal(blocks, environment.render(frames))

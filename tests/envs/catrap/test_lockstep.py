@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from jaxreward.envs.catrap import art, levels, render, rules, solver
 from jaxreward.envs.pyboy_worker import Emulator
 
