@@ -313,7 +313,8 @@ def _train_seed(
     }
     if result["hacking"]:
         console.print(f"[yellow]warning:[/yellow] {result['hacking']}")
-    result["videos"] = write_showcase(environment, reward, scorer, sampled, show_key, folder / "videos")
+    shown = write_showcase(environment, reward, scorer, sampled, show_key, folder / "videos")
+    result["videos"] = {name: str(pathlib.Path(path).relative_to(run.path)) for name, path in shown.items()}
     write_atomically(finished, (json.dumps(result, indent=2) + "\n").encode())
     return result
 
