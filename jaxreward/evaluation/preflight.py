@@ -7,6 +7,7 @@ costs a table instead of a training run.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -65,6 +66,9 @@ class PictureFrames:
     def render(self, frame: Array) -> Array:
         """The picture itself."""
         return frame
+
+
+PICTURES = PictureFrames()
 
 
 def clip_rollout(frames: PyTree, lengths: Array) -> Rollout:
@@ -138,10 +142,24 @@ def episode_rewards(
       float32 [S - 1, V]; zero after an episode's end.
     """
     lengths = jnp.asarray(lengths)
+    renderer = render_with or PICTURES
+    if scorer is None or scorer.jittable:
+        pay = _jitted_pay(reward, scorer, renderer, task, chunk)
+    else:
+        pay = functools.partial(_pay, reward, scorer, renderer, task, chunk)
+    return np.asarray(pay(params, context, frames, lengths, key))
+
+
+@functools.lru_cache(maxsize=8)  # clips of one shape are paid by one program, whatever their kind
+def _jitted_pay(reward, scorer, renderer, task: str, chunk: int):
+    return jax.jit(functools.partial(_pay, reward, scorer, renderer, task, chunk))
+
+
+def _pay(reward, scorer, renderer, task, chunk, params, context, frames, lengths, key) -> Array:
+    """`episode_rewards` as a pure function of its last five arguments."""
     count, size = jax.tree.leaves(frames)[0].shape[:2]
     frame_spec = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), frames)
     spec = EnvironmentSpec(count, size - 1, task, frame_spec, frame_spec, (0, 0, 3), None)
-    renderer = render_with or PictureFrames()
     init_key, propose_key, score_key, settle_key = jax.random.split(key, 4)
     rollout = clip_rollout(frames, lengths)
     state, queries = reward.propose(reward.init(init_key, spec), rollout, propose_key)
@@ -151,7 +169,7 @@ def episode_rewards(
         scores = ask(renderer, scorer, params, context, queries, score_key, chunk=chunk)
     _, rewards, _ = reward.settle(state, rollout, queries, scores, settle_key)
     inside = jnp.arange(1, size)[:, None] < lengths[None]
-    return np.asarray(jnp.where(inside, sum(rewards.values()), 0.0))
+    return jnp.where(inside, sum(rewards.values()), 0.0)
 
 
 def clip_kinds(
