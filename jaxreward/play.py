@@ -113,7 +113,7 @@ def play(options: PlayConfig, console: Console) -> dict[str, object]:
 def command(argv: list[str]) -> None:
     """Does what the command line asks for."""
     options = parse(PlayConfig, argv, "python -m jaxreward.play", "Plays the policy of a run.")
-    summary = play(options, Console(stderr=options.json))
+    summary = play(options, Console(stderr=options.json, soft_wrap=True))
     if options.json:
         print(json.dumps(summary), flush=True)
 

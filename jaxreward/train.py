@@ -8,7 +8,6 @@ import pathlib
 import sys
 
 from rich.console import Console
-from rich.table import Table
 
 from jaxreward.command_line import dataclass_types, nearest, override, run_command
 from jaxreward.configs import CONFIGS
@@ -95,10 +94,9 @@ def find_config(name: str) -> tuple[str, ExperimentConfig]:
 
 def list_configs() -> None:
     """Prints every named experiment with its one line."""
-    table = Table(box=None, show_header=False, pad_edge=False)
+    width = max(map(len, CONFIGS))
     for name, config in CONFIGS.items():
-        table.add_row(name, config.description)
-    Console().print(table)
+        print(f"{name:{width}}  {config.description}")
 
 
 def prepare(arguments: Arguments) -> tuple[RunFolder, ExperimentConfig]:
@@ -127,7 +125,7 @@ def command(argv: list[str]) -> None:
             override(find_config(arguments.config)[1], ["--help"], "python -m jaxreward.train")
         return None
     run, config = prepare(arguments)
-    console = Console(stderr=arguments.json)
+    console = Console(stderr=arguments.json, soft_wrap=True)
     console.print(f"run folder: {run.path}")
     try:
         with run.lock(), interruption() as interrupted:
