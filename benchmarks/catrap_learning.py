@@ -80,11 +80,10 @@ def run(options: Options, level: str, variant: str, core: int, scorer: pathlib.P
     command += ["--act.updates", str(options.updates), "--json"]
     if scorer is not None:
         command += ["--scorer", str(scorer), "--no-preflight"]
-    pin = {os.sched_getaffinity(0).copy().pop()} if core < 0 else {core}
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "log.txt", "w") as log:
         subprocess.run(
-            command, check=True, stdout=log, stderr=log, preexec_fn=lambda: os.sched_setaffinity(0, pin)
+            command, check=True, stdout=log, stderr=log, preexec_fn=lambda: os.sched_setaffinity(0, {core})
         )
     return json.loads(sorted(folder.glob("*/summary.json"))[-1].read_text())
 
@@ -106,13 +105,13 @@ def main() -> None:
             results[level, variant] = run(options, level, variant, core, scorer)
             rates = [round(s["sampled"]["success_rate"], 3) for s in results[level, variant]["seeds"]]
             print(f"{time.perf_counter() - started:6.0f} s  level {level}  {variant:11}  {rates}", flush=True)
+            write_table(options, dict(results))
         finally:
             free.append(core)
 
     with concurrent.futures.ThreadPoolExecutor(len(cores)) as pool:
         for variant in options.variants:  # the episode runs train the scorers that the window runs take
             list(pool.map(lambda level, v=variant: job(level, v), options.levels))
-            write_table(options, results)
 
 
 def write_table(options: Options, results: dict[tuple[str, str], dict]) -> None:
