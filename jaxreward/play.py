@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import pathlib
 import sys
 from typing import Annotated
@@ -17,7 +18,7 @@ from rich.console import Console
 
 from jaxreward.command_line import dataclass_types, parse, run_command
 from jaxreward.envs import registry
-from jaxreward.errors import ConfigError
+from jaxreward.errors import ConfigError, StorageError
 from jaxreward.evaluation.policies import evaluate
 from jaxreward.evaluation.showcase import best_paid, write_episode
 from jaxreward.training.experiment import (
@@ -73,7 +74,10 @@ def play(options: PlayConfig, console: Console) -> dict[str, object]:
     Raises:
       ConfigError: there is no such run or seed, or it has no checkpoint.
       ModelError: its checkpoint is damaged or does not fit the environment.
+      StorageError: the video cannot be written.
     """
+    if options.video is not None:
+        check_writable(options.video)
     run, config = open_run(options.run, dataclass_types(ExperimentConfig))
     if options.env is not None:
         config = dataclasses.replace(config, env=registry.parse(options.env))
@@ -108,6 +112,18 @@ def play(options: PlayConfig, console: Console) -> dict[str, object]:
         f"environment return {summary['env_return']:.2f}"
     )
     return summary
+
+
+def check_writable(path: pathlib.Path) -> None:
+    """Refuses a file whose folder cannot be made or written; raises StorageError."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(
+            f"{path}: it cannot be written ({error.strerror}); choose another folder"
+        ) from error
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise StorageError(f"{path}: it cannot be written; choose another name or folder")
 
 
 def command(argv: list[str]) -> None:
