@@ -22,11 +22,11 @@ pytestmark = pytest.mark.slow
 
 UPDATES = 24
 TINY = (
-    "--rank.steps 12 --rank.evaluate-every 2 --rank.batch-size 4 --rank.epochs 1 --rank.evaluation-clips 8 "
-    "--rank.clips.length 8 --rank.clips.stride whole --videos.count 6 --env.num-envs 8 "
-    "--env.max-episode-steps 32 --loop.rollout-length 16 --loop.score-chunk 8 --act.checkpoint-every 3 "
-    f"--act.updates {UPDATES} --act.keep-checkpoints 100 --eval-episodes 8 --agent.minibatches 2 "
-    "--videos.held-out-levels"
+    "--rank.steps=6 --rank.evaluate-every=1 --rank.batch-size=4 --rank.epochs=1 --rank.evaluation-clips=8 "
+    "--rank.clips.length=8 --rank.clips.stride=whole --videos.count=4 --env.num-envs=8 "
+    "--env.max-episode-steps=16 --loop.rollout-length=12 --loop.score-chunk=8 --act.checkpoint-every=3 "
+    f"--act.updates={UPDATES} --act.keep-checkpoints=100 --eval-episodes=8 --agent.epochs=2 "
+    "--agent.minibatches=2 --model.blocks=1 --videos.held-out-levels"
 )
 CONFIGS = {"catrap_jax_rta": "", "catrap_rta": "--env.workers 1 "}
 
@@ -124,7 +124,7 @@ def test_a_killed_run_resumes_to_the_same_result(uninterrupted, start, tmp_path,
     checkpoint = chance.choice(range(3, UPDATES - 3, 3))
     pattern = {
         "before acting": chance.choice(
-            ["demonstrations/*/*.mp4", "checkpoints/rank/2", "checkpoints/rank/8"]
+            ["demonstrations/*/*.mp4", "checkpoints/rank/2", "checkpoints/rank/5"]
         ),
         "while acting": f"checkpoints/{checkpoint}",
         "late": f"checkpoints/{UPDATES}",
