@@ -13,7 +13,7 @@ from jaxreward.command_line import dataclass_types, nearest, override, run_comma
 from jaxreward.configs import CONFIGS
 from jaxreward.envs import registry
 from jaxreward.errors import ConfigError, JaxrewardError
-from jaxreward.training.act import interruption
+from jaxreward.training.act import Interrupted, interruption
 from jaxreward.training.experiment import ExperimentConfig, run_experiment
 from jaxreward.training.run_folder import RunFolder, create, open_run, read_config
 
@@ -134,6 +134,8 @@ def command(argv: list[str]) -> None:
         if arguments.resume is None:
             run.discard_unused()
         raise
+    except Interrupted as note:
+        raise Interrupted(f"all is saved; python -m jaxreward.train --resume {run.path} goes on") from note
     low, high = summary["success_interval"]
     console.print(
         f"success {summary['success_rate']:.3f} [{low:.3f}, {high:.3f}] (greedy "

@@ -155,6 +155,7 @@ def test_ctrl_c_saves_and_the_run_goes_on(uninterrupted, start, tmp_path):
         process.kill()
     assert process.returncode == 130, printed
     assert "Traceback" not in printed
+    assert f"--resume {folder}" in printed
     saved = [int(p.name) for p in (folder / "checkpoints").iterdir() if p.name.isdecimal()]
     assert 6 <= max(saved) < UPDATES
     finish(start("--resume", folder))
