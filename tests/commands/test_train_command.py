@@ -327,6 +327,7 @@ def test_a_run_whose_config_is_damaged(unfinished, capsys, no_long_work, content
     assert fingerprint(unfinished) == before
 
 
+@pytest.mark.slow  # compiles acting anew
 def test_a_full_disk_leaves_the_former_checkpoint(unfinished, capsys, monkeypatch):
     shutil.rmtree(unfinished / "checkpoints" / "6")
     file = unfinished / "config.json"
