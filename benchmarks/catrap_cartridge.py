@@ -27,7 +27,7 @@ Held-out rho: Spearman correlation on held-out videos of the level, and on level
 never saw. Act, score, learn: wall seconds of the 60 updates by phase; the rest is demonstrations, Stage 1,
 compilation and evaluation. The seconds depend on what else the machine does.
 
-| seed | rho, level | rho, other levels | success, sampled [95 %] | success, greedy | wall s | CPU s | act | score | learn |
+| seed | rho | rho, other levels | success, sampled [95 %] | greedy | wall s | CPU s | act | score | learn |
 |---|---|---|---|---|---|---|---|---|---|
 """
 
