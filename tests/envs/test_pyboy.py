@@ -215,7 +215,10 @@ def test_workers_end_with_their_parent(sent):
         for pid in workers:  # a terminal would send it to the whole group
             os.kill(pid, sent)
     parent.send_signal(sent)
-    _, errors = parent.communicate(timeout=60)
+    try:
+        _, errors = parent.communicate(timeout=60)
+    finally:
+        parent.kill()
     assert parent.returncode != 0
     if sent == signal.SIGINT:
         assert errors.rstrip().endswith("KeyboardInterrupt") and "jaxreward.errors" not in errors
