@@ -1,0 +1,141 @@
+"""What the transformers here share: linear maps with optional LoRA, norms, rotary positions, attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxreward.types import Array
+
+KERNEL_INIT = nn.initializers.normal(0.02)
+
+
+class Linear(nn.Module):
+    """y = x W + b, plus (x A) B where the variables hold a LoRA for this layer (Hu et al., 2022, eq. 3).
+
+    The LoRA lives in a collection of its own, `lora` (see `jaxreward.models.lora`), so that the base stays
+    untouched and the reference model is the same call without that collection.
+
+    Attributes:
+      features: width of the output.
+      use_bias: adds b.
+      dtype: of the computation; parameters of another dtype are cast.
+      kernel_init: initialiser of W [inputs, features].
+    """
+
+    features: int
+    use_bias: bool = True
+    dtype: str = "float32"
+    kernel_init: Callable[..., Array] = KERNEL_INIT
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        """Maps [..., inputs] to `dtype` [..., features]."""
+        kernel = self.param("kernel", self.kernel_init, (x.shape[-1], self.features), self.dtype)
+        x = x.astype(self.dtype)
+        y = x @ kernel.astype(self.dtype)
+        if self.has_variable("lora", "a"):
+            a, b = self.get_variable("lora", "a"), self.get_variable("lora", "b")
+            y = y + (x @ a.astype(self.dtype)) @ b.astype(self.dtype)
+        if self.use_bias:
+            bias = self.param("bias", nn.initializers.zeros_init(), (self.features,), self.dtype)
+            y = y + bias.astype(self.dtype)
+        return y
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + epsilon) * scale over the last axis (Zhang and Sennrich, 2019), in float32.
+
+    Attributes:
+      epsilon: added to the mean square.
+    """
+
+    epsilon: float
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        """Maps [..., D] to the same shape and dtype."""
+        scale = self.param("scale", nn.initializers.ones_init(), (x.shape[-1],), x.dtype)
+        wide = x.astype(jnp.float32)
+        wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + self.epsilon)
+        return scale.astype(x.dtype) * wide.astype(x.dtype)
+
+
+class LayerNorm(nn.Module):
+    """(x - mean) / sqrt(variance + epsilon) * scale + bias over the last axis, in float32.
+
+    Attributes:
+      epsilon: added to the variance.
+    """
+
+    epsilon: float
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        """Maps [..., D] to the same shape and dtype."""
+        scale = self.param("scale", nn.initializers.ones_init(), (x.shape[-1],), x.dtype)
+        bias = self.param("bias", nn.initializers.zeros_init(), (x.shape[-1],), x.dtype)
+        wide = x.astype(jnp.float32)
+        wide = wide - jnp.mean(wide, -1, keepdims=True)
+        wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + self.epsilon)
+        return (wide * scale.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
+
+
+def quick_gelu(x: Array) -> Array:
+    """x sigmoid(1.702 x), the GELU of OpenAI's CLIP."""
+    return x * jax.nn.sigmoid(1.702 * x)
+
+
+# Keyed by the name that a Hugging Face config gives as `hidden_act`.
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_pytorch_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "quick_gelu": quick_gelu,
+    "relu": jax.nn.relu,
+    "silu": jax.nn.silu,
+}
+
+
+def inverse_frequencies(width: int, theta: float) -> np.ndarray:
+    """theta^(-2 j / width) for j = 0 .. width / 2 - 1, float32 (Su et al., 2021, section 3.2.2)."""
+    return (1.0 / theta ** (np.arange(0, width, 2, dtype=np.float32) / width)).astype(np.float32)
+
+
+def rotate(x: Array, angles: Array) -> Array:
+    """Rotates the pairs (j, j + D / 2) of the last axis, as Llama and Qwen store them.
+
+    Args:
+      x: [..., H, D], heads and head width.
+      angles: float32 [..., D / 2] in radians, one set for all heads.
+
+    Returns:
+      The shape and dtype of `x`; the rotation is computed in float32.
+    """
+    cosine, sine = jnp.cos(angles)[..., None, :], jnp.sin(angles)[..., None, :]
+    low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([low * cosine - high * sine, high * cosine + low * sine], -1).astype(x.dtype)
+
+
+def attend(
+    query: Array, key: Array, value: Array, where: Array | None, *, scale: float | None = None
+) -> Array:
+    """Scaled dot-product attention with grouped queries; logits and softmax in float32.
+
+    A query that may see nothing (padding) gets the mean of all values; never NaN.
+
+    Args:
+      query: [B, T, H, D].
+      key: [B, S, G, D]; G divides H.
+      value: [B, S, G, D].
+      where: bool, broadcastable to [B, H, T, S]; True where a query sees a key. None: it sees all.
+      scale: of the logits; 1 / sqrt(D) if None.
+
+    Returns:
+      [B, T, H * D], the dtype of `query`.
+    """
+    out = jax.nn.dot_product_attention(query, key, value, mask=where, scale=scale)
+    return out.reshape(*out.shape[:2], -1)
