@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 
 from jaxreward.errors import ModelError
@@ -266,6 +267,12 @@ def check_images(images: Array, resolution: int) -> None:
             f"images of shape {images.shape} found; this model reads [N, {resolution}, {resolution}, 3]: "
             "resize and crop them as its preprocessor_config.json says"
         )
+
+
+def unit_length(x: Array) -> Array:
+    """x / |x| over the last axis, float32 [..., D]; 0, with a gradient of 0, where |x| < 1e-12."""
+    wide = x.astype(jnp.float32)
+    return wide * jax.lax.rsqrt(jnp.maximum(jnp.sum(jnp.square(wide), -1, keepdims=True), 1e-24))
 
 
 # Names of the parts of a layer in checkpoints of CLIP, X-CLIP, SigLIP and Idefics3's vision tower.
