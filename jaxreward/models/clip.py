@@ -81,7 +81,7 @@ class VisionConfig:
     Attributes:
       encoder: the layers.
       resolution: side of an image in pixels.
-      patch: side of a patch in pixels; divides `resolution`.
+      patch: side of a patch in pixels; what is left of an image at the right and at the bottom is not seen.
     """
 
     encoder: EncoderConfig
@@ -92,8 +92,8 @@ class VisionConfig:
     def from_fields(cls, fields: Fields, dtype: str) -> VisionConfig:
         """Reads a `vision_config`."""
         resolution, patch = fields.integer("image_size", 224), fields.integer("patch_size", 32)
-        if resolution % patch:
-            raise fields.refuse("patch_size", f"a divisor of image_size {resolution}")
+        if resolution < patch:
+            raise fields.refuse("image_size", f"at least patch_size {patch}")
         if fields.integer("num_channels", 3) != 3:
             raise fields.refuse("num_channels", "3")
         return cls(EncoderConfig.from_fields(fields, dtype, **VISION_DEFAULTS), resolution, patch)

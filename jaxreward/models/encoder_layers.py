@@ -248,15 +248,19 @@ def image_to_patches(images: Array, size: int) -> Array:
     """Cuts images into patches, each flattened channel first, as a convolution's weight is stored.
 
     Args:
-      images: [N, H, W, C]; `size` divides H and W.
+      images: [N, H, W, C]; rows and columns past the last whole patch are dropped.
       size: the side of a patch in pixels.
 
     Returns:
-      [N, H W / size^2, C size^2], patches in row-major order.
+      [N, (H // size) (W // size), C size^2], patches in row-major order.
     """
     batch, height, width, channels = images.shape
     rows, columns = height // size, width // size
-    patches = images.reshape(batch, rows, size, columns, size, channels).transpose(0, 1, 3, 5, 2, 4)
+    patches = (
+        images[:, : rows * size, : columns * size]
+        .reshape(batch, rows, size, columns, size, channels)
+        .transpose(0, 1, 3, 5, 2, 4)
+    )
     return patches.reshape(batch, rows * columns, channels * size * size)
 
 
