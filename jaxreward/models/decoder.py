@@ -295,13 +295,18 @@ def decoder_tensors(config: DecoderConfig, *, model: str, head: str, into: str) 
         "up": ("mlp.up_proj", "embed", "mlp"),
         "down": ("mlp.down_proj", "mlp", "embed"),
     }
+    heads = dict.fromkeys(("query", "attention_out"), config.heads)
+    heads |= dict.fromkeys(("key", "value"), config.kv_heads)
     for ours, (theirs, inputs, outputs) in linear.items():
         name = layer + theirs
+        split = heads.get(ours, 0)
         tensors[f"layers/{ours}/kernel"] = Stored(
-            name + ".weight", ("layers", inputs, outputs), "linear", layers=depth
+            name + ".weight", ("layers", inputs, outputs), "linear", layers=depth, heads=split
         )
         if config.qkv_bias and ours in ("query", "key", "value"):
-            tensors[f"layers/{ours}/bias"] = Stored(name + ".bias", ("layers", outputs), layers=depth)
+            tensors[f"layers/{ours}/bias"] = Stored(
+                name + ".bias", ("layers", outputs), layers=depth, heads=split
+            )
     if config.query_norm:
         for ours, theirs in (("query_norm", "q_norm"), ("key_norm", "k_norm")):
             name = layer + f"self_attn.{theirs}.weight"
