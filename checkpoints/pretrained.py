@@ -17,6 +17,7 @@ import safetensors.numpy
 from flax.errors import FlaxError
 
 from jaxreward.errors import ConfigError, ModelError, StorageError
+from jaxreward.files import write_atomically
 from jaxreward.models.frame_ranker import FrameRanker, FrameRankerConfig
 from jaxreward.types import PyTree
 
@@ -64,11 +65,10 @@ def save_scorer(
     card_path = folder / f"{name}.json"
     text = json.dumps(card, indent=2, allow_nan=False) + "\n"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _replace(folder / f"{name}.safetensors", payload)
-        _replace(card_path, text.encode())
-    except OSError as error:
-        raise StorageError(f"scorer {name!r} cannot be written to {folder}: {error}") from error
+        write_atomically(folder / f"{name}.safetensors", payload)
+        write_atomically(card_path, text)
+    except StorageError as error:
+        raise StorageError(f"scorer {name!r} is not saved: {error}") from error
     return card_path
 
 
@@ -150,16 +150,6 @@ def _read_card(path: pathlib.Path) -> tuple[dict[str, Any], FrameRankerConfig]:
 
 def _as_tuple(value: Any) -> Any:
     return tuple(_as_tuple(item) for item in value) if isinstance(value, list) else value
-
-
-def _replace(path: pathlib.Path, payload: bytes) -> None:
-    """Writes a file so that a reader sees the old one or the new one, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_bytes(payload)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _flatten(params: PyTree) -> dict[str, Any]:

@@ -13,6 +13,9 @@ class Environment(Protocol):
 
     `reset`, `step` and `render` are pure and jittable where `on_device` is True; a host environment
     (`envs/host.py`) makes its calls from inside jit by an ordered callback.
+
+    An environment whose compact frames are smaller than its screen may also offer `pictures(frames,
+    actions)`: full-size uint8 RGB pictures [L + 1, H, W, 3] of one episode, for videos.
     """
 
     spec: EnvironmentSpec

@@ -9,20 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import itertools
-import json
 import mmap
-import os
-import selectors
-import struct
-import subprocess
-import sys
-import tempfile
 import time
 import weakref
-from collections.abc import Iterator
-from typing import BinaryIO, Literal, get_args
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -31,22 +24,29 @@ import numpy as np
 from jaxreward.envs.catrap import art
 from jaxreward.envs.catrap.cartridge import ROM
 from jaxreward.envs.catrap.environment import TASK
-from jaxreward.envs.catrap.levels import all_levels, load_level
+from jaxreward.envs.catrap.levels import choose_levels
 from jaxreward.envs.host import HostEnvironment, HostStep, Unroll
 from jaxreward.envs.pyboy_worker import (
     CROP_ROWS,
-    DONE,
-    FAILED,
-    QUIT,
-    RESET,
     SCREEN_COLUMNS,
     SCREEN_ROWS,
-    STEP,
     BlockSettings,
     Emulator,
     EmulatorBlock,
     block_mean,
     read_rom,
+)
+from jaxreward.envs.workers import (
+    ANSWER_SECONDS,
+    RESET,
+    STEP,
+    InProcess,
+    Member,
+    Worker,
+    array_bytes,
+    end_all,
+    lay_out,
+    shared_file,
 )
 from jaxreward.errors import ConfigError, SimulatorError
 from jaxreward.types import Discrete, EnvironmentSpec
@@ -55,7 +55,6 @@ __all__ = ["CartridgeConfig", "CartridgeEnvironment", "Emulator", "EmulatorVecto
 
 Actions = Literal["dpad", "all"]
 NUM_ACTIONS = {"dpad": 4, "all": 6}
-ANSWER_SECONDS = 120  # a worker that has not answered by then hangs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,21 +146,29 @@ class EmulatorVectorEnvironment:
         count = max(config.workers, 1)
         bounds = [config.num_envs * i // count for i in range(count + 1)]
         blocks = [_block(config, levels, *pair) for pair in itertools.pairwise(bounds)]
-        size = blocks[0].array_bytes()
-        with _shared_file(size) as file:
-            # No name, so nothing to unlink: the memory goes when the last process lets go of it.
-            self._arrays = blocks[0].arrays(mmap.mmap(file.fileno(), size))
-            if config.workers:
-                self._blocks = [_Worker(block, file.fileno()) for block in blocks]
-            else:
-                self._blocks = [_InProcess(EmulatorBlock(blocks[0], self._arrays), blocks[0])]
-        self._finalizer = weakref.finalize(self, _end, self._blocks)
+        self._slices = [slice(block.start, block.stop) for block in blocks]
+        self._members: list[Member] = []
+        self._finalizer = weakref.finalize(self, end_all, self._members)
+        specs = blocks[0].array_specs()
         try:
-            for block in self._blocks:
-                block.wait()
+            with shared_file(array_bytes(specs)) as file:
+                self._arrays = lay_out(specs, mmap.mmap(file.fileno(), array_bytes(specs)))
+                for block in blocks:
+                    self._members.append(self._member(block, file.fileno()))
+            for member in self._members:
+                member.wait()
         except BaseException:
             self.close()
             raise
+
+    def _member(self, block: BlockSettings, descriptor: int) -> Member:
+        if not self.config.workers:
+            return InProcess(functools.partial(EmulatorBlock, block, self._arrays))
+        name = f"the emulator worker of environments {block.start} .. {block.stop - 1}"
+        # On a busy machine each emulator may take up to a second to start.
+        patience = ANSWER_SECONDS + block.stop - block.start
+        settings = dataclasses.asdict(block)
+        return Worker("jaxreward.envs.pyboy_worker", settings, descriptor, name, patience=patience)
 
     def reset(self, handles: np.ndarray, seeds: np.ndarray) -> HostStep:
         """See `HostVectorEnvironment`; the game draws no random numbers."""
@@ -188,12 +195,13 @@ class EmulatorVectorEnvironment:
         selected = self._arrays["selected"]
         selected[...] = False
         selected[handles] = True
-        asked = [block for block in self._blocks if selected[block.start : block.stop].any()]
+        pairs = zip(self._members, self._slices, strict=True)
+        asked = [member for member, rows in pairs if selected[rows].any()]
         try:
-            for block in asked:
-                block.send(command)
-            for block in asked:
-                block.wait()
+            for member in asked:
+                member.send(command)
+            for member in asked:
+                member.wait()
         except BaseException:
             # Answers may still be on their way: there is no telling them from those to the next command.
             self.close()
@@ -215,118 +223,9 @@ class EmulatorVectorEnvironment:
         )
 
 
-class _Worker:
-    """The parent's side of a process that runs a block of emulators."""
-
-    def __init__(self, settings: BlockSettings, descriptor: int):
-        self.start, self.stop = settings.start, settings.stop
-        arguments = json.dumps([descriptor, dataclasses.asdict(settings)])
-        # A fresh interpreter and not multiprocessing's spawn, which would import the main module of this
-        # process, and JAX with it. -P: the current folder must not shadow modules.
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "jaxreward.envs.pyboy_worker", arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            pass_fds=(descriptor,),
-            bufsize=0,
-            process_group=0,  # out of reach of Ctrl-C in a terminal
-        )
-
-        self._answers = selectors.DefaultSelector()
-        self._answers.register(self._process.stdout, selectors.EVENT_READ)
-
-    def send(self, command: bytes) -> None:
-        """Gives a command; `wait` for its end."""
-        try:
-            self._process.stdin.write(command)
-        except BrokenPipeError:
-            raise self._failure() from None
-
-    def wait(self) -> None:
-        """Waits for the end of a command; raises SimulatorError with the worker's cause if it failed."""
-        # On a busy machine each emulator may take up to a second to start.
-        seconds = ANSWER_SECONDS + self.stop - self.start
-        if not self._answers.select(seconds):
-            raise SimulatorError(f"{self} has not answered for {seconds:.0f} s")
-        if self._process.stdout.read(1) != DONE:
-            raise self._failure(answered=True)
-
-    def end(self) -> None:
-        """Asks the process to quit, and kills it if it does not."""
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(QUIT)
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._answers.close()
-        self._process.stdout.close()
-
-    def _failure(self, *, answered: bool = False) -> SimulatorError:
-        """The error that says why the worker failed: its own message, or how its process ended."""
-        answers = self._process.stdout
-        if answered or answers.read(1) == FAILED:
-            header = answers.read(4)
-            if len(header) == 4:
-                message = _read_exactly(answers, struct.unpack("<I", header)[0])
-                return SimulatorError(f"{self}: {message.decode(errors='replace')}")
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(5)
-        code = self._process.returncode
-        how = f"was killed by signal {-code}" if code and code < 0 else f"ended with status {code}"
-        return SimulatorError(f"{self} {how} without an answer: its memory may have run out")
-
-    def __str__(self) -> str:
-        return f"the emulator worker of environments {self.start} .. {self.stop - 1}"
-
-
-class _InProcess:
-    """A block of emulators in this process, with a worker's interface."""
-
-    def __init__(self, block: EmulatorBlock, settings: BlockSettings):
-        self.start, self.stop = settings.start, settings.stop
-        self._block = block
-
-    def send(self, command: bytes) -> None:
-        self._block.run(command)
-
-    def wait(self) -> None:
-        pass
-
-    def end(self) -> None:
-        self._block.close()
-
-
-def _end(blocks: list[_Worker | _InProcess]) -> None:
-    for block in blocks:
-        block.end()
-
-
-def _read_exactly(file: BinaryIO, count: int) -> bytes:
-    data = b""
-    while len(data) < count and (more := file.read(count - len(data))):
-        data += more
-    return data
-
-
-@contextlib.contextmanager
-def _shared_file(size: int) -> Iterator[BinaryIO]:
-    """Opens a file without a name, of `size` zero bytes, in memory where the system can."""
-    in_memory = hasattr(os, "memfd_create")
-    with os.fdopen(os.memfd_create("emulators"), "w+b") if in_memory else tempfile.TemporaryFile() as file:
-        file.truncate(size)
-        yield file
-
-
 def _levels(config: CartridgeConfig) -> list[list[list[int]]]:
     """The cells of the levels that a config names."""
-    if config.level == "all":
-        levels = all_levels()
-    else:
-        levels = [load_level(name.strip()) for name in config.level.split(",")]
+    levels = choose_levels(config.level)
     for level in levels:
         if config.actions == "dpad" and (level.cells == art.CAT).sum() > 1:
             raise ConfigError(

@@ -8,12 +8,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import io
-import json
-import mmap
-import os
-import signal
-import struct
-import sys
 import warnings
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,15 +16,13 @@ import numpy as np
 
 from jaxreward.envs.catrap.art import BOULDER, EMPTY, FLYER, LADDER, SAND, WALKER, WALL
 from jaxreward.envs.catrap.cartridge import ROM, addresses
-from jaxreward.errors import JaxrewardError, SimulatorError
+from jaxreward.envs.workers import RESET, array_bytes, lay_out, serve
+from jaxreward.errors import SimulatorError
 
 SCREEN_ROWS, SCREEN_COLUMNS = 144, 160
 CROP_ROWS = 120  # the policy sees the centre 160 x 120 of the screen
 BUTTONS = ("right", "left", "up", "down", "a", "select")  # in the order of the actions
 MAX_FRAMES = 1200  # 20 s of play: a game that is not at rest by then never will be
-
-RESET, STEP, QUIT = b"R", b"S", b"Q"  # parent to worker
-DONE, FAILED = b"D", b"F"  # worker to parent; FAILED is followed by a length (uint32) and a message
 
 
 @dataclasses.dataclass(frozen=True)
@@ -383,18 +375,6 @@ class BlockSettings:
             "final_frame": (frame, np.uint8),
         }
 
-    def array_bytes(self) -> int:
-        """Size of all shared arrays."""
-        return sum(int(np.prod(shape)) * np.dtype(t).itemsize for shape, t in self.array_specs().values())
-
-    def arrays(self, memory: Any) -> dict[str, np.ndarray]:
-        """Lays the arrays out in a buffer of `array_bytes` bytes."""
-        arrays, offset = {}, 0
-        for name, (shape, dtype) in self.array_specs().items():
-            arrays[name] = np.ndarray(shape, dtype, memory, offset)
-            offset += arrays[name].nbytes
-        return arrays
-
 
 class EmulatorBlock:
     """The emulators of the environments start .. stop - 1, with their episodes, over shared arrays."""
@@ -465,30 +445,13 @@ class EmulatorBlock:
 
 
 def main() -> None:
-    """Runs a block for the parent process: commands on standard input, answers on standard output."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle: it ends the workers
-    answers = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # whatever a library prints must not be taken for an answer
-    block = None
-    try:
-        descriptor, settings = json.loads(sys.argv[1])
-        settings = BlockSettings(**settings)
-        memory = mmap.mmap(descriptor, settings.array_bytes())
-        block = EmulatorBlock(settings, settings.arrays(memory))
-        answers.write(DONE)
-        # The end of the input means that the parent is gone, however it ended.
-        while (command := sys.stdin.buffer.read(1)) not in (b"", QUIT):
-            block.run(command)
-            answers.write(DONE)
-    except BrokenPipeError:
-        pass
-    except Exception as error:
-        text = str(error) if isinstance(error, JaxrewardError) else f"{type(error).__name__}: {error}"
-        message = text.encode()
-        answers.write(FAILED + struct.pack("<I", len(message)) + message)
-    finally:
-        if block is not None:
-            block.close()
+    """Runs a block for the parent process."""
+    serve(
+        lambda settings, memory: EmulatorBlock(
+            BlockSettings(**settings), lay_out(BlockSettings(**settings).array_specs(), memory)
+        ),
+        lambda settings: array_bytes(BlockSettings(**settings).array_specs()),
+    )
 
 
 if __name__ == "__main__":

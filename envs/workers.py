@@ -94,7 +94,15 @@ def shared_file(size: int) -> BinaryIO:
 class Worker:
     """The parent's side of a process that runs a block."""
 
-    def __init__(self, module: str, settings: dict[str, Any], descriptor: int, name: str):
+    def __init__(
+        self,
+        module: str,
+        settings: dict[str, Any],
+        descriptor: int,
+        name: str,
+        *,
+        patience: float = ANSWER_SECONDS,
+    ):
         """Starts the process; `wait` for its first answer, which says that the block is ready.
 
         Args:
@@ -102,8 +110,9 @@ class Worker:
           settings: what its block is built from; must survive JSON.
           descriptor: of the shared file.
           name: of the worker, for error messages.
+          patience: seconds after which a worker that has not answered hangs.
         """
-        self._name = name
+        self._name, self._patience = name, patience
         # -P: the current folder must not shadow modules; those that this process can import, it can, too.
         path = os.pathsep.join(entry for entry in sys.path if entry)
         self._process = subprocess.Popen(
@@ -126,8 +135,8 @@ class Worker:
     def wait(self) -> None:
         """See `Member`."""
         answers = self._process.stdout
-        if not select.select([answers], [], [], ANSWER_SECONDS)[0]:
-            raise SimulatorError(f"{self._name} has not answered for {ANSWER_SECONDS:.0f} s")
+        if not select.select([answers], [], [], self._patience)[0]:
+            raise SimulatorError(f"{self._name} has not answered for {self._patience:.0f} s")
         answer = answers.read(1)
         if answer == FAILED:
             length = struct.unpack("<I", _read_exactly(answers, 4))[0]

@@ -7,22 +7,44 @@ A second run with the same arguments goes on where the first was interrupted.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 
-import tyro
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from jaxreward.errors import JaxrewardError
+from jaxreward.command_line import parse, run_command
+from jaxreward.training.act import Interrupted, interruption
 from jaxreward.training.demonstrate import MANIFEST, DemonstrateConfig, demonstrate
 
 
+def command(arguments: Sequence[str]) -> None:
+    """Records what the command line asks for."""
+    program, description = "python -m jaxreward.demonstrations", "Record expert videos of Catrap."
+    config = parse(DemonstrateConfig, arguments, program, description)
+    columns = (TextColumn("Recording"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    # An interrupt that strikes inside the emulator's or the video library's compiled code would be dropped.
+    with (
+        Progress(*columns, console=Console(stderr=True), transient=True) as bar,
+        interruption() as interrupted,
+    ):
+        task = bar.add_task("", total=None)
+
+        def show(ready: int, total: int) -> None:
+            bar.update(task, completed=ready, total=total)
+            if interrupted():
+                raise Interrupted("what is recorded is saved; run the same command again to go on")
+
+        done = demonstrate(config, show)
+    frames = sum(video.frames for video in done.videos)
+    kept = len(done.videos) - done.recorded
+    print(f"{len(done.videos)} videos, {frames} frames: {done.recorded} recorded, {kept} already there.")
+    print(f"They are in {done.folder}, described in {os.path.join(done.folder, MANIFEST)}.")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command.
+    """The command's entry point.
 
     Args:
       arguments: the command line; that of the process if None.
@@ -30,59 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
       The exit status: 0, 2 after an error that the user can mend, 130 when interrupted.
     """
-    console = Console(stderr=True)
-    columns = (TextColumn("Recording"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    try:
-        config = tyro.cli(
-            DemonstrateConfig,
-            prog="python -m jaxreward.demonstrations",
-            description="Record expert videos of Catrap.",
-            args=arguments,
-        )
-        with Progress(*columns, console=console, transient=True) as bar, _interrupts_noted() as check:
-            task = bar.add_task("", total=None)
-
-            def show(ready: int, total: int) -> None:
-                bar.update(task, completed=ready, total=total)
-                check()
-
-            done = demonstrate(config, show)
-    except JaxrewardError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("Interrupted. Run the same command again to go on.", file=sys.stderr)
-        return 130
-    frames = sum(video.frames for video in done.videos)
-    kept = len(done.videos) - done.recorded
-    print(f"{len(done.videos)} videos, {frames} frames: {done.recorded} recorded, {kept} already there.")
-    print(f"They are in {done.folder}, described in {os.path.join(done.folder, MANIFEST)}.")
-    return 0
-
-
-@contextlib.contextmanager
-def _interrupts_noted() -> Iterator[Callable[[], None]]:
-    """Notes a first Ctrl-C; the function that is yielded raises it as KeyboardInterrupt.
-
-    Raised wherever it comes, it could strike inside the emulator's or the video library's compiled code,
-    which drops it. A second Ctrl-C interrupts at once.
-    """
-    noted = False
-
-    def note(*_) -> None:
-        nonlocal noted
-        noted = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    def check() -> None:
-        if noted:
-            raise KeyboardInterrupt
-
-    former = signal.signal(signal.SIGINT, note)
-    try:
-        yield check
-    finally:
-        signal.signal(signal.SIGINT, former)
+    return run_command(lambda: command(sys.argv[1:] if arguments is None else arguments))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from jaxreward.envs import registry
 from jaxreward.errors import ConfigError, JaxrewardError
 from jaxreward.training.act import Interrupted, interruption
 from jaxreward.training.experiment import ExperimentConfig, run_experiment
-from jaxreward.training.run_folder import RunFolder, create, open_run, read_config
+from jaxreward.training.run_folder import RunFolder, create, finite, open_run, read_config
 
 USAGE = """usage: python -m jaxreward.train --config NAME|FILE [--field.path VALUE ...]
        python -m jaxreward.train --resume RUN
@@ -142,7 +142,7 @@ def command(argv: list[str]) -> None:
         f"{summary['greedy_success_rate']:.3f}), {summary['wall_seconds']:.0f} s; report: {run.report}"
     )
     if arguments.json:
-        print(json.dumps(summary), flush=True)
+        print(json.dumps(finite(summary), allow_nan=False), flush=True)
     return None
 
 

@@ -72,7 +72,7 @@ class Catrap:
         """
         _check(config)
         self.config = config
-        self.levels = _levels(config.level)
+        self.levels = levels.choose_levels(config.level)
         if config.actions == "dpad":
             for level in self.levels:
                 if (level.cells == art.CAT).sum() > 1:
@@ -188,13 +188,6 @@ class Catrap:
 def _select(where: Array, yes, no):
     """Chooses between two pytrees of arrays [B, ...] by a bool [B]."""
     return jax.tree.map(lambda a, b: jnp.where(where.reshape(-1, *[1] * (a.ndim - 1)), a, b), yes, no)
-
-
-def _levels(names: str) -> tuple[levels.Level, ...]:
-    """The levels that a config names."""
-    if names == "all":
-        return levels.all_levels()
-    return tuple(levels.load_level(name.strip()) for name in names.split(","))
 
 
 def _check(config: CatrapConfig) -> None:

@@ -89,6 +89,20 @@ def all_levels() -> tuple[Level, ...]:
     return tuple(_load_shipped(name) for name in level_names())
 
 
+def choose_levels(names: str) -> tuple[Level, ...]:
+    """The levels that a setting names.
+
+    Args:
+      names: number, name or file of a level; several with commas between; or 'all', the shipped ones.
+
+    Raises:
+      DataError: a level that is missing, malformed or unsolvable.
+    """
+    if names.strip() == "all":
+        return all_levels()
+    return tuple(load_level(name.strip()) for name in names.split(","))
+
+
 def parse_level(text: str, path: Path) -> Level:
     """Reads the text of a level file; whether it can be won is not checked.
 

@@ -8,7 +8,6 @@ what was decoded is compared with what the container declares.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import math
 import os
@@ -23,7 +22,8 @@ import numpy as np
 from av.video.reformatter import VideoReformatter
 from PIL import Image
 
-from jaxreward.errors import ConfigError, DataError, StorageError
+from jaxreward.errors import ConfigError, DataError
+from jaxreward.files import write_atomically
 
 SUFFIXES = (".mp4", ".m4v", ".mov", ".mkv", ".webm", ".gif", ".avi")
 
@@ -386,26 +386,6 @@ def write_video(path: str | os.PathLike, frames: np.ndarray, fps: float, lossles
     path = Path(path)
     write_atomically(path, encode_video(frames, fps, lossless))
     return path
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Writes a file under a temporary name and renames it, so that no half-written file is ever seen.
-
-    Raises:
-      StorageError: the disk is full or the folder cannot be written; nothing is left behind.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(content)
-        temporary.replace(path)
-    except OSError as error:
-        reason = error.strerror or error
-        raise StorageError(f"{path}: it cannot be written ({reason}); choose a folder with room.") from error
-    finally:
-        # After the rename there is nothing under this name.
-        with contextlib.suppress(OSError):
-            temporary.unlink()
 
 
 class _MemoryLimitError(DataError):

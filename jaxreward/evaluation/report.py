@@ -94,6 +94,12 @@ def write_report(run, config_json: Any, summary: dict[str, Any], preflight) -> N
     if summary["heldout"]:
         rhos = [(name, f"{rho:.3f}") for name, rho in summary["heldout"].items()]
         parts += ["<h2>Scorer</h2>", _table(("held-out set", "Spearman's rho"), rhos)]
+    if (run.path / "transfer.png").exists():
+        parts += [
+            "<h2>Transfer between levels</h2>",
+            "<p>Spearman's rho of scorers that were trained on one level each, on all.</p>",
+            "<img src='transfer.png'>",
+        ]
     if preflight is not None:
         kinds = [(k, f"{m:.3f}", f"{s:.3f}", str(n)) for k, m, s, n in preflight.table()]
         parts += [

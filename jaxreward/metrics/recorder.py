@@ -45,6 +45,7 @@ class Recorder:
         tensorboard: bool = True,
         *,
         wandb_project: str | None = None,
+        name: str | None = None,
         total_updates: int | None = None,
         console_fields: Sequence[str] = CONSOLE_FIELDS,
         quiet_seconds: float = 30.0,
@@ -56,6 +57,7 @@ class Recorder:
           console: print progress: a live line on a terminal, else a line every `quiet_seconds`.
           tensorboard: write event files into `folder`, with environment steps as the step.
           wandb_project: also record to this Weights & Biases project.
+          name: of the run there, unique within the project; the folder's name if None.
           total_updates: the updates of the whole run, for the bar and the time left.
           console_fields: the metrics that the console shows where a row has them.
           quiet_seconds: seconds between two lines where the console is no terminal.
@@ -70,7 +72,7 @@ class Recorder:
         if tensorboard:
             self._sinks.append(_TensorBoard(self.folder))
         if wandb_project is not None:
-            self._sinks.append(_WeightsAndBiases(self.folder, wandb_project))
+            self._sinks.append(_WeightsAndBiases(self.folder, wandb_project, name or self.folder.name))
         self._console: _LiveConsole | _QuietConsole | None = None
         if console:
             console = console if isinstance(console, Console) else Console()
@@ -250,7 +252,7 @@ class _TensorBoard:
 
 
 class _WeightsAndBiases:
-    def __init__(self, folder: Path, project: str):
+    def __init__(self, folder: Path, project: str, name: str):
         try:
             import wandb
         except ImportError as error:
@@ -258,9 +260,7 @@ class _WeightsAndBiases:
                 "recording to Weights & Biases: the package wandb is not installed, expected it beside "
                 "jaxreward; pip install 'jaxreward[wandb]', or leave the project's name out"
             ) from error
-        self._run = wandb.init(
-            project=project, dir=str(folder), name=folder.name, id=folder.name, resume="allow"
-        )
+        self._run = wandb.init(project=project, dir=str(folder), name=name, id=name, resume="allow")
 
     def write(self, row: Row) -> None:
         self._run.log({name: value for name, value in row.items() if value is not None})

@@ -20,10 +20,11 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from jaxreward.data.video import encode_video, write_atomically
+from jaxreward.data.video import encode_video
 from jaxreward.envs.catrap import cartridge, levels, solver
 from jaxreward.envs.pyboy_worker import BUTTONS, Emulator
 from jaxreward.errors import ConfigError, DataError, SimulatorError
+from jaxreward.files import write_atomically
 
 MANIFEST = "demonstrations.json"
 KINDS: tuple[str, ...] = get_args(solver.ExpertKind)
@@ -186,9 +187,7 @@ class _Job:
 
 
 def _choose_levels(names: str) -> tuple[levels.Level, ...]:
-    if names.strip() == "all":
-        return levels.all_levels()
-    chosen = tuple(levels.load_level(name.strip()) for name in names.split(","))
+    chosen = levels.choose_levels(names)
     repeated = {level.name for level in chosen if [other.name for other in chosen].count(level.name) > 1}
     if repeated:
         raise ConfigError(f"level '{names}': more than one level is named {', '.join(sorted(repeated))}.")
@@ -364,7 +363,7 @@ def _write_manifest(folder: Path, header: dict[str, Any], known: dict[str, Demon
     lines = [json.dumps(dataclasses.asdict(known[file])) for file in sorted(known)]
     head = json.dumps(header, indent=1).removesuffix("\n}")
     text = head + ',\n "videos": [\n  ' + ",\n  ".join(lines) + "\n ]\n}\n"
-    write_atomically(folder / MANIFEST, text.encode())
+    write_atomically(folder / MANIFEST, text)
 
 
 def _is_ready(plan: _Plan, known: Demonstration | None, folder: Path) -> bool:

@@ -6,6 +6,7 @@ is what makes a run resumable that was killed at any moment.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import pathlib
@@ -21,10 +22,10 @@ from rich.table import Table
 
 from jaxreward.agents.ppo import PPO, PPOConfig
 from jaxreward.checkpoints.store import CheckpointStore
-from jaxreward.data.video import write_atomically
 from jaxreward.envs import registry
 from jaxreward.envs.brax import BraxConfig
 from jaxreward.envs.catrap.environment import CatrapConfig
+from jaxreward.envs.catrap.levels import load_level
 from jaxreward.envs.gymnasium import GymnasiumConfig
 from jaxreward.envs.gymnax import GymnaxConfig
 from jaxreward.envs.pyboy import CartridgeConfig
@@ -33,6 +34,7 @@ from jaxreward.evaluation.policies import UniformRandom, evaluate, pad_frames
 from jaxreward.evaluation.preflight import PreflightResult, clip_kinds, episode_rewards
 from jaxreward.evaluation.report import write_report
 from jaxreward.evaluation.showcase import write_showcase
+from jaxreward.files import write_atomically
 from jaxreward.metrics.recorder import Recorder, read_metrics
 from jaxreward.metrics.statistics import bootstrap_interval, pass_at_k, pearson
 from jaxreward.models.frame_ranker import FrameRankerConfig
@@ -47,7 +49,7 @@ from jaxreward.training.loop import Loop, LoopConfig
 from jaxreward.training.plan import describe_plan
 from jaxreward.training.prepare_scorer import PreparedScorer, VideoConfig, load_prepared, prepare_scorer
 from jaxreward.training.rank import RankConfig
-from jaxreward.training.run_folder import RunFolder, to_json
+from jaxreward.training.run_folder import SECONDS_FILE, RunFolder, to_json
 
 REWARDS = {
     RankThenActConfig: RankThenAct,
@@ -79,6 +81,7 @@ class ExperimentConfig:
       seeds: how many policies are trained, with seeds `seed`, `seed` + 1, ...
       eval_episodes: episodes of the sampled and of the greedy evaluation.
       preflight: check the reward on expert, reversed, frozen, slow and random clips before acting.
+      wandb_project: also record to this project of Weights & Biases (needs the extra 'wandb').
     """
 
     description: str
@@ -95,6 +98,7 @@ class ExperimentConfig:
     seeds: int = 1
     eval_episodes: int = 256
     preflight: bool = True
+    wandb_project: str | None = None
 
     def __post_init__(self):
         """Checks the ranges; raises ConfigError."""
@@ -123,17 +127,16 @@ def run_experiment(
       Interrupted: after saving.
       JaxrewardError: whatever the user can mend.
     """
-    started = time.perf_counter()
+    clock, scorer, preflight = Clock(run), None, None
     environment = registry.make(config.env)
     try:
         check_parts(config, environment, run)
-        scorer = None
+        clock.work()
         if needs_scorer(config):
             scorer = prepare_scorer(config, environment, run, console, interrupted)
         reward = make_reward(config.reward, None if scorer is None else scorer.scorer)
         if reward.uses_env_reward:
             console.print("[yellow]This reward reads the environment's own reward or success flag.[/yellow]")
-        preflight = None
         if scorer is not None and config.preflight and scorer.clips is not None:
             preflight = run_preflight(config, environment, reward, scorer, run, console)
         seeds = [
@@ -143,9 +146,9 @@ def run_experiment(
     finally:
         if not environment.on_device:
             environment.close()
+        clock.stop()
     summary = _summarise(config, run, scorer, seeds)
-    summary["wall_seconds"] = time.perf_counter() - started
-    summary["cpu_seconds"] = cpu_seconds()
+    summary |= clock.read()
     run.write_json("summary.json", summary)
     write_report(run, to_json(config), summary, preflight)
     return summary
@@ -182,8 +185,11 @@ def check_parts(config: ExperimentConfig, environment, run: RunFolder) -> None:
 
     Raises:
       ConfigError: the parts do not fit each other.
+      DataError: a level of the transfer matrix that cannot be used.
       ModelError: the scorer or a checkpoint is missing or damaged or does not fit.
     """
+    for level in config.videos.transfer:
+        load_level(level)
     scorer, load = None, lambda key: (None, None)
     if needs_scorer(config) and config.scorer == "train":
         shape = environment.spec.image_shape[:2]
@@ -283,7 +289,13 @@ def _train_seed(
         raise StorageError(
             f"{folder}: it cannot be made ({error.strerror}); choose a folder with room"
         ) from error
-    with Recorder(folder, console=console, total_updates=config.act.updates) as recorder:
+    with Recorder(
+        folder,
+        console=console,
+        total_updates=config.act.updates,
+        wandb_project=config.wandb_project,
+        name=run.path.name if config.seeds == 1 else f"{run.path.name}-{folder.name}",
+    ) as recorder:
         state = act(
             loop,
             act_key,
@@ -315,7 +327,7 @@ def _train_seed(
         console.print(f"[yellow]warning:[/yellow] {result['hacking']}")
     shown = write_showcase(environment, reward, scorer, sampled, show_key, folder / "videos")
     result["videos"] = {name: str(pathlib.Path(path).relative_to(run.path)) for name, path in shown.items()}
-    write_atomically(finished, (json.dumps(result, indent=2) + "\n").encode())
+    write_atomically(finished, json.dumps(result, indent=2) + "\n")
     return result
 
 
@@ -367,10 +379,35 @@ def _over_seeds(rates: list[float]) -> list[float]:
     return [float(low), float(high)]
 
 
-def cpu_seconds() -> float:
-    """CPU seconds of this process and of its ended children (the simulator's workers)."""
-    usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return float(sum(u.ru_utime + u.ru_stime for u in usage))
+class Clock:
+    """Wall and CPU seconds of a run, over all processes that worked on it; a killed one is not counted."""
+
+    def __init__(self, run: RunFolder):
+        """Starts; reads what former processes took."""
+        self._run, self._started, self._works = run, time.perf_counter(), False
+        try:
+            self._former = json.loads((run.path / SECONDS_FILE).read_text())
+        except (OSError, ValueError):
+            self._former = {}
+
+    def read(self) -> dict[str, float]:
+        """'wall_seconds' and 'cpu_seconds', the latter with ended children (the simulator's workers)."""
+        usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        spent = {
+            "wall_seconds": time.perf_counter() - self._started,
+            "cpu_seconds": float(sum(u.ru_utime + u.ru_stime for u in usage)),
+        }
+        return {name: seconds + self._former.get(name, 0.0) for name, seconds in spent.items()}
+
+    def work(self) -> None:
+        """Says that the checks are over: from here on the folder may change."""
+        self._works = True
+
+    def stop(self) -> None:
+        """Leaves the seconds for the next process, if work began and the folder can still be written."""
+        if self._works:
+            with contextlib.suppress(StorageError):
+                self._run.write_json(SECONDS_FILE, self.read())
 
 
 def latest_state(config: ExperimentConfig, environment, folder: pathlib.Path):

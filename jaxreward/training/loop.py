@@ -181,20 +181,8 @@ class Loop:
         self, state: TrainingState, rollout: Rollout, params: PyTree, context: PyTree
     ) -> tuple[TrainingState, Experience, dict[str, Array]]:
         """Proposes, scores and settles a rollout, and tallies its episodes; jittable."""
-        keys = self._keys(state)
-        reward_state, queries = self.reward.propose(state.reward, rollout, keys["propose"])
-        scores = None
-        if queries is not None:
-            scores = score_queries(
-                self.environment,
-                self.scorer,
-                params,
-                context,
-                queries,
-                keys["score"],
-                chunk=self.config.score_chunk,
-            )
-        return self._settle_program(state.replace(reward=reward_state), rollout, queries, scores)
+        programs = (self.reward.propose, score_queries, self._settle_program)
+        return self._assess_by(*programs, state, rollout, params, context)
 
     def update(
         self, state: TrainingState, params: PyTree = None, context: PyTree = None
@@ -235,18 +223,16 @@ class Loop:
         """`assess` as one program, or with the scorer called from the host between two programs."""
         if self.scorer is None or self.scorer.jittable:
             return self._assess(state, rollout, params, context)
-        keys = self._keys(state)
-        reward_state, queries = self._propose(state.reward, rollout, keys["propose"])
-        scores = score_queries_on_host(
-            self.environment,
-            self.scorer,
-            params,
-            context,
-            queries,
-            keys["score"],
-            chunk=self.config.score_chunk,
-        )
-        return self._settle(state.replace(reward=reward_state), rollout, queries, scores)
+        programs = (self._propose, score_queries_on_host, self._settle)
+        return self._assess_by(*programs, state, rollout, params, context)
+
+    def _assess_by(self, propose, score, settle, state, rollout, params, context):
+        keys, scores = self._keys(state), None
+        reward_state, queries = propose(state.reward, rollout, keys["propose"])
+        if queries is not None:
+            parts = (self.environment, self.scorer, params, context)
+            scores = score(*parts, queries, keys["score"], chunk=self.config.score_chunk)
+        return settle(state.replace(reward=reward_state), rollout, queries, scores)
 
     def _settle_program(self, state, rollout, queries, scores):
         settle_key = self._keys(state)["settle"]

@@ -16,7 +16,7 @@ from jaxreward.checkpoints.pretrained import load_pretrained, load_scorer, save_
 from jaxreward.checkpoints.store import CheckpointStore
 from jaxreward.data.video import Crop, VideoOptions, VideoSet, read_folder
 from jaxreward.envs.catrap.environment import CatrapConfig
-from jaxreward.envs.catrap.levels import all_levels, load_level
+from jaxreward.envs.catrap.levels import level_names, load_level
 from jaxreward.envs.pyboy import CartridgeConfig
 from jaxreward.errors import ConfigError
 from jaxreward.models.frame_ranker import FrameRankerConfig
@@ -24,11 +24,19 @@ from jaxreward.scorers.base import Scorer
 from jaxreward.scorers.compact_ranker import CompactRanker
 from jaxreward.training.act import Interrupted
 from jaxreward.training.demonstrate import DemonstrateConfig, demonstrate
-from jaxreward.training.rank import RankState, Videos, init_rank_state, train_ranker
+from jaxreward.training.rank import (
+    RankState,
+    Videos,
+    init_rank_state,
+    plot_transfer_matrix,
+    train_ranker,
+    transfer_matrix,
+)
 from jaxreward.training.run_folder import RunFolder
 from jaxreward.types import PyTree
 
 PREFLIGHT_CLIPS = 32
+TRANSFER_FILE, TRANSFER_PICTURE = "transfer.json", "transfer.png"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +58,8 @@ class VideoConfig:
         left out.
       count: generated videos for each level.
       kind: which expert plays them.
+      transfer: levels of the transfer matrix (RTA, figure 2): one scorer is trained on each and judged on
+        all, into transfer.json and transfer.png of the run folder; empty for none.
     """
 
     folders: tuple[str, ...] = ()
@@ -63,6 +73,7 @@ class VideoConfig:
     held_out_levels: tuple[str, ...] = ()
     count: int = 96
     kind: Literal["mixed", "optimal", "near_optimal", "dithering"] = "mixed"
+    transfer: tuple[str, ...] = ()
 
     def __post_init__(self):
         """Checks the ranges; raises ConfigError."""
@@ -125,6 +136,8 @@ def prepare_scorer(
                 "ready scorer by --scorer pretrained or --scorer PATH"
             )
         _train(config, environment.spec.image_shape, sets, run, console, interrupted)
+    if config.videos.transfer and not (run.path / TRANSFER_FILE).exists():
+        _measure_transfer(config, environment, run, console, interrupted)
     prepared = load_prepared(config, environment, run)
     if "task" not in sets:
         return prepared
@@ -170,16 +183,7 @@ def read_videos(
       'task' (held out, of the task that is acted on); empty if there are no videos at all.
     """
     videos = config.videos
-    height, width = environment.spec.image_shape[:2]
-    options = VideoOptions(
-        crop=videos.crop,
-        size=(height, width),
-        grey=config.model.channels == 1,
-        stride=videos.stride,
-        duplicate_tolerance=videos.duplicate_tolerance,
-        on_bad=videos.on_bad,
-        min_frames=config.rank.clips.length if config.scorer == "train" else 2,
-    )
+    options = _reading(config, environment)
     if videos.folders:
         found = _read(list(videos.folders), videos.weights, options, console)
         train, held_out = found.split(videos.held_out, config.seed)
@@ -206,12 +210,57 @@ def read_videos(
     return sets
 
 
+def _measure_transfer(
+    config, environment, run: RunFolder, console: Console, interrupted: Callable[[], bool]
+) -> None:
+    """Trains a scorer on each level of `videos.transfer` and judges it on all; writes table and picture."""
+    names = list(dict.fromkeys(load_level(name).name for name in config.videos.transfer))
+    folders = _record_demonstrations(config, names, run, console, interrupted)
+    options = dataclasses.replace(_reading(config, environment), min_frames=2)
+    split = {
+        name: _read([folders[name]], (), options, console).split(config.videos.held_out, config.seed)
+        for name in names
+    }
+    heldout = {name: Videos(*held_out.padded()) for name, (_, held_out) in split.items()}
+    model = dataclasses.replace(config.model, frame_shape=tuple(environment.spec.image_shape[:2]))
+    key = jax.random.fold_in(jax.random.key(config.seed), 5)
+    scorers = {}
+
+    def callback(state: RankState, record: dict[str, float]) -> None:
+        if interrupted():
+            raise Interrupted
+
+    for number, name in enumerate(names):
+        console.print(f"transfer: Stage 1 on level {name}, {number + 1} of {len(names)}")
+        result = train_ranker(
+            config.rank,
+            model,
+            Videos(*split[name][0].padded()),
+            {},
+            jax.random.fold_in(key, number),
+            callback,
+        )
+        scorers[name] = (CompactRanker(model), result.params)
+    matrix = transfer_matrix(
+        scorers, heldout, key, clips=config.rank.evaluation_clips, clip_config=config.rank.clips
+    )
+    plot_transfer_matrix(matrix, names, names, run.path / TRANSFER_PICTURE)
+    rows = {
+        row: dict(zip(names, map(float, values), strict=True))
+        for row, values in zip(names, matrix, strict=True)
+    }
+    run.write_json(TRANSFER_FILE, {"trained_on": rows})
+    others = matrix[~np.eye(len(names), dtype=bool)]
+    off_diagonal = f", {others.mean():.3f} on the others" if others.size else ""
+    console.print(f"transfer: mean rho {np.diag(matrix).mean():.3f} on a scorer's own level{off_diagonal}")
+
+
 def _acted_levels(env_config) -> tuple[str, ...]:
     """The Catrap levels that an environment plays; none for other environments and for a user's ROM."""
     if not isinstance(env_config, CatrapConfig | CartridgeConfig) or getattr(env_config, "rom", ""):
         return ()
-    if env_config.level == "all":
-        return tuple(level.name for level in all_levels())
+    if env_config.level.strip() == "all":
+        return level_names()
     return tuple(name.strip() for name in env_config.level.split(","))
 
 
@@ -244,6 +293,20 @@ def _record_demonstrations(
     seconds = time.perf_counter() - started
     console.print(f"recorded {recorded} expert videos of {len(levels)} levels in {seconds:.1f} s")
     return folders
+
+
+def _reading(config, environment) -> VideoOptions:
+    """How videos are read, for a scorer whose frames have the size of the environment's pictures."""
+    videos = config.videos
+    return VideoOptions(
+        crop=videos.crop,
+        size=tuple(environment.spec.image_shape[:2]),
+        grey=config.model.channels == 1,
+        stride=videos.stride,
+        duplicate_tolerance=videos.duplicate_tolerance,
+        on_bad=videos.on_bad,
+        min_frames=config.rank.clips.length if config.scorer == "train" else 2,
+    )
 
 
 def _read(folders: list, weights: tuple, options: VideoOptions, console: Console) -> VideoSet:

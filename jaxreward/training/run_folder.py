@@ -19,10 +19,12 @@ from typing import Any
 
 import jaxreward
 from jaxreward.errors import ConfigError, StorageError
+from jaxreward.files import write_atomically
 
 CLASS = "class"  # names a dataclass in JSON; a keyword, so no field can have the same name
 CONFIG_FILE = "config.json"
 LOCK_FILE = ".lock"
+SECONDS_FILE = "seconds.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +75,7 @@ class RunFolder:
         Raises:
           StorageError: the folder cannot be written or the disk is full.
         """
-        self.write_text(name, json.dumps(_finite(value), indent=2, allow_nan=False) + "\n")
+        self.write_text(name, json.dumps(finite(value), indent=2, allow_nan=False) + "\n")
 
     def write_text(self, name: str, text: str) -> None:
         """Writes a text file into the folder, whole or not at all.
@@ -81,21 +83,14 @@ class RunFolder:
         Raises:
           StorageError: the folder cannot be written or the disk is full.
         """
-        target, half = self.path / name, self.path / f".{name}.tmp"
-        with _storage(f"{target}"):
-            try:
-                half.write_text(text, encoding="utf-8")
-                os.replace(half, target)
-            except OSError:
-                half.unlink(missing_ok=True)
-                raise
+        write_atomically(self.path / name, text, make_folder=False)
 
     def discard_unused(self) -> None:
         """Removes the folder if nothing but its config was ever written there: the run never began."""
         with contextlib.suppress(OSError):
-            if {path.name for path in self.path.iterdir()} <= {CONFIG_FILE, LOCK_FILE}:
-                self.config.unlink()
-                (self.path / LOCK_FILE).unlink(missing_ok=True)
+            if {path.name for path in self.path.iterdir()} <= {CONFIG_FILE, LOCK_FILE, SECONDS_FILE}:
+                for name in (CONFIG_FILE, LOCK_FILE, SECONDS_FILE):
+                    (self.path / name).unlink(missing_ok=True)
                 self.path.rmdir()
 
     @contextlib.contextmanager
@@ -347,12 +342,12 @@ def _nearest(name: str, names: typing.Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """Replaces numbers that are not finite, which strict JSON cannot hold, by None."""
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -102,6 +102,22 @@ def test_the_last_line_is_the_summary(finished):
     assert json.loads((folder / "summary.json").read_text()) == summary
 
 
+def test_the_transfer_matrix_and_a_resumed_run_s_seconds(unfinished):
+    written = json.loads((unfinished / "config.json").read_text())
+    written["config"]["videos"]["transfer"] = ["02", "3"]
+    (unfinished / "config.json").write_text(json.dumps(written))
+    (unfinished / "seconds.json").write_text('{"wall_seconds": 1e6, "cpu_seconds": 2e6}')
+    assert execute("--resume", unfinished) == 0
+    rows = json.loads((unfinished / "transfer.json").read_text())["trained_on"]
+    assert list(rows) == list(rows["02"]) == ["02", "03"]
+    assert all(-1 <= rho <= 1 for row in rows.values() for rho in row.values())
+    assert (unfinished / "transfer.png").read_bytes().startswith(b"\x89PNG")
+    assert "transfer.png" in (unfinished / "report.html").read_text()
+    summary = json.loads((unfinished / "summary.json").read_text())
+    assert 1e6 < summary["wall_seconds"] < 1e6 + 1000
+    assert 2e6 < summary["cpu_seconds"] < 2e6 + 1000
+
+
 def test_a_run_leaves_its_files(finished):
     _, folder = finished
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

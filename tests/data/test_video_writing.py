@@ -52,7 +52,7 @@ def test_a_write_that_fails_half_way_leaves_the_old_file(tmp_path):
     path.write_bytes(b"old")
     command = [sys.executable, "-B", "-c", FULL_DISK, str(path)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert f"{path}: it cannot be written (File too large)" in result.stdout, result.stderr
+    assert f"{path}: cannot be written (File too large)" in result.stdout, result.stderr
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["v.mp4"]
 

@@ -165,7 +165,7 @@ def test_an_unknown_action_is_an_error_before_anything_moves(environment):
 
 def test_a_killed_worker_is_reported_and_the_others_end():
     host = EmulatorVectorEnvironment(CartridgeConfig(num_envs=4, workers=2))
-    processes = [block._process for block in host._blocks]
+    processes = [member._process for member in host._members]
     processes[1].send_signal(signal.SIGKILL)
     processes[1].wait()
     handles = np.arange(4, dtype=np.int32)
@@ -194,7 +194,7 @@ from jaxreward.envs.pyboy import CartridgeConfig, EmulatorVectorEnvironment
 host = EmulatorVectorEnvironment(CartridgeConfig(num_envs=2, workers=2))
 handles = np.arange(2, dtype=np.int32)
 host.reset(handles, np.zeros(2, np.uint32))
-print(*[block._process.pid for block in host._blocks], flush=True)
+print(*[member._process.pid for member in host._members], flush=True)
 while True:
     host.step(handles, np.array([0, 1], np.int32))
 """
