@@ -170,10 +170,13 @@ def architecture(config: Mapping[str, Any], *, dtype: str) -> Architecture:
     """
     structure = LlamaConfig.from_dict(config, dtype=dtype)
     module = Llama(structure)
+    # Writers before 2023 stored the rotary frequencies; some store a tied output layer twice.
+    ignored = (r"\.rotary_emb\.inv_freq$",)
+    if structure.decoder.tied:
+        ignored += (r"^lm_head\.weight$",)
     return Architecture(
         module=module,
         tensors=decoder_tensors(structure.decoder, model="model.", head="lm_head.weight", into="decoder/"),
         initialise=lambda key: module.init(key, jnp.zeros((1, 2), jnp.int32), method="read"),
-        # Writers before 2023 stored the rotary frequencies.
-        ignored=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),
+        ignored=ignored,
     )

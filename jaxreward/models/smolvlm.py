@@ -302,4 +302,5 @@ def architecture(config: Mapping[str, Any], *, dtype: str) -> Architecture:
         module=module,
         tensors=tensors,
         initialise=lambda key: module.init(key, Tiles(jnp.zeros((1, tile, tile, 3))), method="read"),
+        ignored=(r"^lm_head\.weight$",) if structure.decoder.tied else (),
     )
