@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxreward.models.decoder import Cache, Decoder, DecoderConfig, decoder_tensors
+from jaxreward.models.encoder_layers import linear_tensors, mlp_tensors, norm_tensors
 from jaxreward.models.layers import (
     ACTIVATIONS,
     KERNEL_INIT,
@@ -327,14 +328,16 @@ class QwenVL(nn.Module):
         return self.decoder.logits(hidden)
 
 
-# {our name in a layer: (theirs in Qwen2.5-VL, theirs in Qwen3-VL)}
-NORMS = {"attention_norm": ("norm1", "norm1"), "mlp_norm": ("norm2", "norm2")}
+# {our name in a layer: theirs}
+NORMS = {"attention_norm": "norm1", "mlp_norm": "norm2"}
+# {our name in a layer: (theirs in Qwen2.5-VL, theirs in Qwen3-VL, the kernel's logical axes)}. Heads are not
+# split over devices: they are fused, and in the tower it is the images that devices share out.
 LINEARS = {
-    "qkv": ("attn.qkv", "attn.qkv"),
-    "attention_out": ("attn.proj", "attn.proj"),
-    "gate": ("mlp.gate_proj", None),
-    "up": ("mlp.up_proj", "mlp.linear_fc1"),
-    "down": ("mlp.down_proj", "mlp.linear_fc2"),
+    "qkv": ("attn.qkv", "attn.qkv", "embed", None),
+    "attention_out": ("attn.proj", "attn.proj", None, "embed"),
+    "gate": ("mlp.gate_proj", None, "embed", "mlp"),
+    "up": ("mlp.up_proj", "mlp.linear_fc1", "embed", "mlp"),
+    "down": ("mlp.down_proj", "mlp.linear_fc2", "mlp", "embed"),
 }
 MERGER = {"norm": ("ln_q", "norm"), "up": ("mlp.0", "linear_fc1"), "down": ("mlp.2", "linear_fc2")}
 
@@ -348,46 +351,37 @@ def vision_tensors(config: QwenVisionConfig, *, prefix: str, into: str) -> dict[
       into: path of the tower among our parameters, such as 'vision/', or ''.
 
     Returns:
-      {our path: how it is stored}. The tower is split along 'embed' and 'mlp' only: its fused heads are not
-      worth a split, images are what devices share out.
+      {our path: how it is stored}.
     """
-    tensors: dict[str, Stored] = {}
     family = 0 if config.gated else 1
-
-    def norm(ours: str, theirs: str, layers: int = 0) -> None:
-        lead = ("layers",) if layers else ()
-        tensors[f"{ours}/scale"] = Stored(theirs + ".weight", (*lead, "norm"), layers=layers)
-        if not config.gated:
-            tensors[f"{ours}/bias"] = Stored(theirs + ".bias", (*lead, "norm"), layers=layers)
-
-    def linear(ours: str, theirs: str, axes: tuple[str | None, str | None], layers: int = 0) -> None:
-        lead = ("layers",) if layers else ()
-        tensors[f"{ours}/kernel"] = Stored(theirs + ".weight", (*lead, *axes), "linear", layers=layers)
-        tensors[f"{ours}/bias"] = Stored(theirs + ".bias", (*lead, axes[1]), layers=layers)
-
-    def merger(ours: str, theirs: str, layers: int = 0) -> None:
-        norm(f"{ours}/norm", f"{theirs}.{MERGER['norm'][family]}", layers)
-        linear(f"{ours}/up", f"{theirs}.{MERGER['up'][family]}", ("embed", "mlp"), layers)
-        linear(f"{ours}/down", f"{theirs}.{MERGER['down'][family]}", ("mlp", "embed"), layers)
-
     kernel = (config.width, config.channels, config.temporal_patch, config.patch, config.patch)
-    tensors["patch_embedding/kernel"] = Stored(
-        prefix + "patch_embed.proj.weight", (None, "embed"), "convolution", shape=kernel
-    )
+    patch = prefix + "patch_embed.proj"
+    tensors = {
+        "patch_embedding/kernel": Stored(f"{patch}.weight", (None, "embed"), "convolution", shape=kernel)
+    }
     if not config.gated:
-        tensors["patch_embedding/bias"] = Stored(prefix + "patch_embed.proj.bias", ("embed",))
+        tensors["patch_embedding/bias"] = Stored(f"{patch}.bias", ("embed",))
     if config.table:
         tensors["position_table"] = Stored(prefix + "pos_embed.weight", (None, "embed"))
-    axes = {"qkv": ("embed", None), "attention_out": (None, "embed"), "down": ("mlp", "embed")}
+
+    def norm(ours: str, theirs: str, layers: int) -> None:
+        both = norm_tensors(ours, theirs, layers)
+        tensors.update({path: stored for path, stored in both.items() if stored.name.endswith(kinds)})
+
+    kinds = (".weight",) if config.gated else (".weight", ".bias")
+    layer, depth = prefix + "blocks.{}.", config.layers
     for ours, theirs in NORMS.items():
-        norm(f"layers/{ours}", f"{prefix}blocks.{{}}.{theirs[family]}", config.layers)
-    for ours, theirs in LINEARS.items():
+        norm(f"layers/{ours}", layer + theirs, depth)
+    for ours, (*theirs, inputs, outputs) in LINEARS.items():
         if theirs[family]:
-            name = f"{prefix}blocks.{{}}.{theirs[family]}"
-            linear(f"layers/{ours}", name, axes.get(ours, ("embed", "mlp")), config.layers)
-    merger("merger", prefix + "merger")
+            tensors |= linear_tensors(f"layers/{ours}", layer + theirs[family], inputs, outputs, depth)
+    mergers = {"merger": ("merger", 0)}
     if config.deepstack_layers:
-        merger("deepstack", prefix + "deepstack_merger_list.{}", len(config.deepstack_layers))
+        mergers["deepstack"] = ("deepstack_merger_list.{}", len(config.deepstack_layers))
+    for ours, (theirs, count) in mergers.items():
+        names = {part: f"{prefix}{theirs}.{both[family]}" for part, both in MERGER.items()}
+        norm(f"{ours}/norm", names["norm"], count)
+        tensors |= mlp_tensors(ours, names["up"], names["down"], count)
     return {into + path: stored for path, stored in tensors.items()}
 
 
