@@ -330,17 +330,17 @@ def qwen_patches(images: _Images, spec: QwenImageSpec) -> tuple[np.ndarray, np.n
     """
     size, merge = spec.patch_size, spec.merge_size
     table = _normalisation(spec.pixels)
-    patches, grids = [], []
-    for image in _rgb(images):
-        target = qwen_size(*image.shape[:2], spec)
+    images = _rgb(images)
+    sizes = [qwen_size(*image.shape[:2], spec) for image in images]
+    grids = np.asarray([(1, height // size, width // size) for height, width in sizes], np.int32)
+    ends = np.cumsum(grids.prod(axis=1, dtype=np.int64))
+    patches = np.empty((ends[-1], 3, spec.temporal_patch_size, size * size), np.float32)
+    for image, target, (_, rows, columns), end in zip(images, sizes, grids, ends, strict=True):
         resized = _resize(image, target, spec.pixels, "lower max_pixels in preprocessor_config.json")
-        rows, columns = target[0] // size, target[1] // size
         cells = resized.reshape(rows // merge, merge, size, columns // merge, merge, size, 3)
         flat = cells.transpose(0, 3, 1, 4, 6, 2, 5).reshape(rows * columns, 3, 1, size * size)
-        values = _lookup(table, flat, channel_axis=1)
-        patches.append(np.repeat(values, spec.temporal_patch_size, axis=2).reshape(rows * columns, -1))
-        grids.append((1, rows, columns))
-    return np.concatenate(patches), np.asarray(grids, np.int32)
+        _normalise(flat, table, channel_axis=1, out=patches[end - rows * columns : end])
+    return patches.reshape(len(patches), -1), grids
 
 
 def crop_sizes(height: int, width: int, spec: CropImageSpec) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -373,7 +373,7 @@ def resize_and_crop(images: _Images, spec: CropImageSpec) -> np.ndarray:
     for image in _rgb(images):
         target, kept = crop_sizes(*image.shape[:2], spec)
         resized = _resize(image, target, spec.pixels, "cut the image to a less extreme shape")
-        out.append(_lookup(table, _crop_centre(resized, *kept), channel_axis=2))
+        out.append(_normalise(_crop_centre(resized, *kept), table, channel_axis=2))
         if out[-1].shape != out[0].shape:
             raise DataError(
                 f"images 0 and {len(out) - 1} end up in sizes {out[0].shape[:2]} and {out[-1].shape[:2]}, "
@@ -432,7 +432,9 @@ def naflex_patches(images: _Images, spec: NaflexImageSpec) -> tuple[np.ndarray, 
                 f"image {i} of {image.shape[0]} x {image.shape[1]} pixels is too large or too long for "
                 f"{spec.max_patches} patches; make it smaller first"
             )
-        values = _lookup(table, _resize(image, target, spec.pixels, "lower max_num_patches"), channel_axis=2)
+        values = _normalise(
+            _resize(image, target, spec.pixels, "lower max_num_patches"), table, channel_axis=2
+        )
         values = values.reshape(rows, size, columns, size, 3).swapaxes(1, 2)
         patches[i, : rows * columns] = values.reshape(rows * columns, -1)
         shapes[i] = rows, columns
@@ -497,7 +499,7 @@ def smolvlm_tiles(images: _Images, spec: TileImageSpec) -> tuple[np.ndarray, np.
         else:
             parts = resized.reshape(rows, edge, columns, edge, 3).swapaxes(1, 2).reshape(-1, edge, edge, 3)
             parts = np.concatenate([parts, _resize(resized, (edge, edge), spec.pixels, advice)[None]])
-        tiles.append(_lookup(table, parts, channel_axis=3))
+        tiles.append(_normalise(parts, table, channel_axis=3))
         grid.append((rows, columns))
     rows_and_columns = np.asarray(grid, np.int32)
     return np.concatenate(tiles), rows_and_columns[:, 0], rows_and_columns[:, 1]
@@ -562,13 +564,19 @@ def _normalisation(pixels: PixelSpec) -> np.ndarray:
     return (scaled - np.float32(pixels.mean)[:, None]) / np.float32(pixels.std)[:, None]
 
 
-def _lookup(table: np.ndarray, image: np.ndarray, *, channel_axis: int) -> np.ndarray:
-    """Takes each uint8 value to its channel's value in the table [3, 256]; float32 of the image's shape."""
-    out = np.empty(image.shape, np.float32)
+def _normalise(
+    image: np.ndarray, table: np.ndarray, *, channel_axis: int, out: np.ndarray | None = None
+) -> np.ndarray:
+    """Looks each uint8 value up in its channel's row of the table [3, 256].
+
+    Returns:
+      float32 of the image's shape, or `out`, to whose shape the values are repeated.
+    """
+    out = np.empty(image.shape, np.float32) if out is None else out
     # Views, so that the assignment fills `out`.
     by_channel, values = np.moveaxis(out, channel_axis, 0), np.moveaxis(image, channel_axis, 0)
     for channel in range(3):
-        by_channel[channel] = table[channel][values[channel]]
+        by_channel[channel] = np.take(table[channel], values[channel])
     return out
 
 

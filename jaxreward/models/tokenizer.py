@@ -175,29 +175,26 @@ def render_chat(
     if images and image_token is None:
         raise ModelError(f"{images} images were found in messages to a model that reads text alone")
 
-    # Some templates want strings where there is no image, others (SmolVLM's) silently drop them.
-    problem = ""
-    for as_lists in (False, True):
-        try:
-            text = tokenizer.apply_chat_template(
-                [{"role": role, "content": _content(content, as_lists)} for role, content in parts],
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-            )
-        # A template may fail in any way; a sandboxed one does no more than that.
-        except Exception as error:
-            problem = f"fails: {error}"
-            continue
-        found = text.count(image_token) if image_token else 0
-        said = (part for role, content in parts if role != "assistant" for part in content if part)
-        lost = [part for part in said if part.strip() not in text]
-        if found == images and not lost:
-            return text
-        problem = f"leaves out {lost[0]!r}" if lost else f"writes {found} images; the messages have {images}"
-    raise ModelError(
-        f"the chat template {problem}. Pass messages that it can render, or correct the template in the "
-        "model's folder"
+    as_lists = not _takes_strings(tokenizer)
+    text = _render(
+        tokenizer,
+        [{"role": role, "content": _content(content, as_lists)} for role, content in parts],
+        add_generation_prompt,
     )
+    # Templates may drop what an assistant thought in earlier turns.
+    said = (part for role, content in parts if role != "assistant" for part in content if part)
+    found = text.count(image_token) if image_token else 0
+    problem = None
+    if found != images:
+        problem = f"writes {found} images; the messages have {images}"
+    elif lost := [part for part in said if part.strip() not in text]:
+        problem = f"leaves out {lost[0]!r:.80}"
+    if problem:
+        raise ModelError(
+            f"the chat template {problem}. Pass messages that it can render, or correct the template in the "
+            "model's folder"
+        )
+    return text
 
 
 def special_texts(tokenizer: PreTrainedTokenizerBase) -> set[str]:
@@ -215,6 +212,23 @@ def neutralise(text: str, special: set[str]) -> str:
         # A token of one character, or one that begins with spaces, cannot be taken apart.
         text = text.replace(found, "" if found in apart else apart)
     return text
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], begin_answer: bool) -> str:
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=begin_answer)
+    # A template may fail in any way; a sandboxed one does no more than that.
+    except Exception as error:
+        raise ModelError(f"the chat template fails: {error}") from error
+
+
+def _takes_strings(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the template writes a content that is a string; some (SmolVLM's) silently drop it."""
+    probe = "3f9c1e7a"
+    try:
+        return probe in _render(tokenizer, [{"role": "user", "content": probe}], False)
+    except ModelError:
+        return False
 
 
 def _role(message: Message, number: int, special: set[str]) -> str:

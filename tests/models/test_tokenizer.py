@@ -149,6 +149,22 @@ def test_bad_messages_are_named(tokenizer, messages, message):
         render_chat(tokenizer, messages)
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        "User:{% for message in messages %}{{ message['content'] }}{% endfor %}",
+        "User:{% for message in messages %}{% for part in message['content'] %}{{ part['text'] }}{% endfor %}"
+        "{% endfor %}",
+    ],
+)
+@pytest.mark.parametrize("content", ["U", [{"type": "text", "text": "U"}]])
+def test_each_template_gets_the_content_in_the_form_that_it_writes(folder, template, content):
+    (folder / "chat_template.jinja").write_text(template)
+    # A letter that the template writes itself would not be missed.
+    found = render_chat(load_tokenizer(folder), [{"role": "user", "content": content}])
+    assert found == "User:U"
+
+
 def test_an_image_in_a_part_reaches_no_template(tokenizer):
     part = {"type": "image", "image": np.zeros((2, 2, 3), np.uint8)}
     found = render_chat(tokenizer, [{"role": "user", "content": [part]}], image_token="<|image_pad|>")
