@@ -1,0 +1,95 @@
+"""What vision-language models are asked about frames.
+
+The papers give the formats of the answers; the wording around them is ours, except TOPReward's statement.
+"""
+
+from __future__ import annotations
+
+from jaxreward.models.tokenizer import Message
+
+IMAGE = {"type": "image"}
+
+
+def _shown(introduction: str, anchor: str, count: int, request: str) -> list[Message]:
+    """One user turn: introduction, the anchor, the numbered frames, the request."""
+    content: list[dict] = [_text(introduction + "\n\n" + anchor), IMAGE]
+    for frame in range(1, count + 1):
+        content += [_text(f"\nFrame {frame}:"), IMAGE]
+    return [{"role": "user", "content": [*content, _text("\n\n" + request)]}]
+
+
+def _text(text: str) -> dict:
+    return {"type": "text", "text": text}
+
+
+def rank_frames(task: str, count: int, *, describe: bool) -> list[Message]:
+    """Asks for the progress ranks of shuffled frames (RTA, section 3.2).
+
+    Args:
+      task: the task sentence; may be empty.
+      count: frames to rank, the anchor apart.
+      describe: ask for a description of every frame before its rank, as the paper does; else for ranks alone,
+        which are read as 'Frame i: Rank: p' and take a quarter of the tokens.
+
+    Returns:
+      One user turn with count + 1 images, the anchor first.
+    """
+    goal = f" The task: {task}" if task else ""
+    introduction = (
+        f"The pictures below are frames of one video of somebody who solves a task.{goal} The first picture "
+        f"is the beginning of the video. The {count} numbered frames come later, in random order."
+    )
+    if describe:
+        form = (
+            "Frame i:\nFrame Description: one sentence on what this frame shows that tells how far the task "
+            "is\nRank: p"
+        )
+    else:
+        form = "Frame i: Rank: p"
+    request = (
+        f"For each of the {count} frames say how far the task has progressed in it: rank 1 is the earliest, "
+        f"rank {count} the latest. Answer for every frame from 1 to {count}, and only in this form:\n{form}"
+    )
+    return _shown(introduction, "The beginning:", count, request)
+
+
+def percentages(task: str, count: int) -> list[Message]:
+    """Asks for the completion percentages of shuffled frames (GVL, Ma et al., 2024, appendix A).
+
+    Args:
+      task: the task sentence.
+      count: frames to judge, the anchor apart.
+
+    Returns:
+      One user turn with count + 1 images, the anchor, of 0 %, first.
+    """
+    introduction = (
+        f"You judge how much of a task is done in frames of a video. The task: {task or 'not named'}. The "
+        f"frames are shown in random order, so that a later frame need not show more progress. Give "
+        "percentages between 0 and 100, where 100 is full completion."
+    )
+    request = (
+        f"In the beginning, the task completion percentage is 0%. Now, for each of the {count} frames, in "
+        "the order in which they are shown, describe the frame and give its percentage, in this form:\n"
+        "Frame i:\nFrame Description: one sentence\nTask Completion Percentages: p%"
+    )
+    return _shown(introduction, "The beginning:", count, request)
+
+
+def is_completed(task: str, count: int, *, robot: bool = False) -> list[Message]:
+    """States that a video completes a task and asks whether that is true (TOPReward, arXiv:2602.19313).
+
+    Args:
+      task: the task sentence.
+      count: frames of the video, in order.
+      robot: say 'robot manipulation trajectory', as the paper, in place of 'trajectory'.
+
+    Returns:
+      One user turn with `count` images; the answer is the word 'True'.
+    """
+    kind = "robot manipulation trajectory" if robot else "trajectory"
+    statement = (
+        f"The above video shows a {kind} that completes the following task: {task} Decide whether the above "
+        "statement is True or not. The answer is:"
+    )
+    return [{"role": "user", "content": [*[IMAGE] * count, _text(statement)]}]
