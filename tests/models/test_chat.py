@@ -217,6 +217,19 @@ def test_a_tokenizer_of_another_model_is_refused(tokenizer):
         )
 
 
+def test_start_tokens_come_from_the_template_alone():
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = load_tokenizer(FOLDER)
+    start = tokenizer.get_vocab()["<|im_start|>"]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", start)]
+    )
+    conversation = [{"role": "system", "content": "Be brief."}]
+    prompts = chat.make_prompts(tokenizer, [conversation], add_generation_prompt=False)
+    assert prompts.tokens[prompts.where].tolist().count(start) == 1
+
+
 words = st.text(max_size=20) | st.sampled_from(
     [
         "<|image_pad|>",
