@@ -172,7 +172,7 @@ def _window_tables(
     """Lists the slots of each window, row by row.
 
     Args:
-      window: int [P], the number of each patch's window, over all frames.
+      window: int [P], the number of each patch's window, over all frames; none is left out.
       slots: int [P], the slot of each patch, over all rows.
       row_length: S.
       rows: R.
@@ -182,17 +182,18 @@ def _window_tables(
       (int32 [R, W, size] slots of the row, -1 for none; int32 [P] places of the patches in their row's
       table, flattened).
     """
+    counts = np.bincount(window)
+    first = np.cumsum(counts) - counts
     order = np.argsort(window, kind="stable")
-    numbers, first, counts = np.unique(window[order], return_index=True, return_counts=True)
     rank = np.empty(len(window), np.int64)
     rank[order] = np.arange(len(window)) - np.repeat(first, counts)
     # Windows are numbered anew within each row.
     row = slots[order[first]] // row_length
     by_row = np.argsort(row, kind="stable")
     per_row = np.bincount(row, minlength=rows)
-    number_in_row = np.empty(len(numbers), np.int64)
-    number_in_row[by_row] = np.arange(len(numbers)) - np.repeat(np.cumsum(per_row) - per_row, per_row)
-    place = number_in_row[np.searchsorted(numbers, window)] * size + rank
+    number_in_row = np.empty(len(counts), np.int64)
+    number_in_row[by_row] = np.arange(len(counts)) - np.repeat(np.cumsum(per_row) - per_row, per_row)
+    place = number_in_row[window] * size + rank
     table = np.full((rows, int(per_row.max()) * size), -1, np.int32)
     table[slots // row_length, place] = slots % row_length
     return table.reshape(rows, -1, size), place.astype(np.int32)
@@ -238,9 +239,11 @@ def rope_positions(
     """Positions of a prompt's tokens in (time, height, width), as transformers' `get_rope_index` gives them.
 
     Text counts upwards on all three axes. The tokens of an image take their place in its grid, from where
-    the text stopped, and the text goes on after the longer side of the grid (Qwen2-VL, arXiv:2409.12191,
-    section 2.1). Qwen2.5-VL counts the time of a video in seconds; Qwen3-VL takes each temporal slice of a
-    video for an image of its own, with text between the slices.
+    the text stopped, and the text goes on after the longer side of the grid (M-RoPE: Qwen2-VL,
+    arXiv:2409.12191, section 2.1). Qwen2.5-VL counts the time of a video in seconds; there, too, the text
+    goes on after the longer side, as in transformers 5, where the paper has it go on after the last slice if
+    that is further. Qwen3-VL takes each temporal slice of a video for an image of its own, with text between
+    the slices.
 
     Args:
       tokens: int [T], the prompt without padding.

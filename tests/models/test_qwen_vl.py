@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from jaxreward.models import qwen_vl, weights
 from jaxreward.models.decoder import empty_cache
@@ -58,10 +59,14 @@ def case(request):
 def load(family):
     model = weights.load(GOLDEN / family)
     golden = dict(np.load(GOLDEN / family / "golden.npz"))
-    return Case(model.config, golden, model.params, model.architecture.module)
+    return Case(model.config, golden, jax.device_get(model.params), model.architecture.module)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+# These programs run for less time than it takes to optimise them.
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+@functools.partial(jit, static_argnums=0)
 def encode(module, variables, images):
     return module.apply(variables, images, method="encode_images")
 
@@ -73,7 +78,7 @@ def _read(module, tokens, image_rows, positions, where, features, cache):
     return hidden, module.logits(hidden[:, -4:]), cache
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jit, static_argnums=0)
 def read(module, variables, tokens, image_rows, positions, where, features=None, cache=None):
     return module.apply(variables, tokens, image_rows, positions, where, features, cache, method=_read)
 
@@ -185,11 +190,6 @@ def test_padding_to_a_bucket_changes_no_image(case):
         assert error(rows.extra[:, : len(patches) // 4], case.golden["deepstack"]) < TOLERANCE
 
 
-def test_images_alone_and_together_are_the_same(case):
-    alone = vision_inputs(case.module.config, case.golden["patches"][-16:], case.golden["grids"][-1:])
-    assert error(encode(case.module, case.variables, alone).rows, case.golden["vision"][-4:]) < TOLERANCE
-
-
 def mistakes_of_reading(tokens, positions, where, image_rows):
     """Inputs of the decoder with one mistake each."""
     yield "axes of the positions swapped", {"positions": positions[[0, 2, 1]]}
@@ -223,15 +223,14 @@ def test_the_layout_of_m_rope_shows(family):
 def test_deepstack_one_layer_late_shows():
     case = load("qwen3_vl")
     extra = case.golden["deepstack"]
-    hidden = read_golden(case, ImageFeatures(case.golden["vision"], np.stack([0 * extra[0], *extra])))[0]
-    assert error(hidden, case.golden["hidden"], case.golden["where"]) > WRONG
-    hidden = read_golden(case, ImageFeatures(case.golden["vision"], extra[::-1]))[0]
-    assert error(hidden, case.golden["hidden"], case.golden["where"]) > WRONG
+    for wrong in (np.stack([0 * extra[0], extra[0]]), extra[::-1]):
+        hidden, _, _ = read_golden(case, ImageFeatures(case.golden["vision"], wrong))
+        assert error(hidden, case.golden["hidden"], case.golden["where"]) > WRONG
     late = replaced(case, "vision", deepstack_layers=(1, 3))
     assert error(encode(late, case.variables, case.images).extra, case.golden["deepstack"]) > WRONG
 
 
-@pytest.mark.parametrize("full_layers", [(0, 1, 2, 3), (), (0, 2)], ids=["all full", "all windows", "early"])
+@pytest.mark.parametrize("full_layers", [(0, 1, 2, 3), (0, 2)], ids=["all full", "early"])
 def test_the_choice_of_windows_shows(full_layers):
     case = load("qwen2_5_vl")
     features = encode(replaced(case, "vision", full_layers=full_layers), case.variables, case.images)
@@ -272,7 +271,7 @@ def test_attention_in_parts_is_that_of_the_whole(monkeypatch, limit):
         out = np.einsum("rhts,rshd->rthd", weight / weight.sum(-1, keepdims=True), value)
         return out.reshape(3, 96, 16)
 
-    @jax.jit
+    @jit
     def value_and_gradient(operands):
         def loss(operands):
             out = attend_in_segments(*operands, jnp.asarray(segments))
@@ -289,22 +288,16 @@ def test_attention_in_parts_is_that_of_the_whole(monkeypatch, limit):
 def test_windows_in_parts_are_those_of_the_whole(monkeypatch):
     monkeypatch.setattr(qwen_vl, "MAX_LOGITS", 5 * 2 * 16 * 16)
     case = load("qwen2_5_vl")
-    features = jax.jit(lambda v, x: case.module.apply(v, x, method="encode_images"))(
-        case.variables, case.images
-    )
+    features = jit(lambda v, x: case.module.apply(v, x, method="encode_images"))(case.variables, case.images)
     assert error(features.rows, case.golden["vision"]) < TOLERANCE
 
 
-def test_the_gradient_of_the_tower(case):
-    """With remat, along a random direction of its parameters, against central differences."""
+def test_the_gradient_of_the_tower():
+    """With windows and remat, along a random direction of its parameters, against central differences."""
+    case = load("qwen2_5_vl")
     module = replaced(case, "vision", remat=True)
 
-    @jax.jit
-    def loss(variables):
-        features = case.module.apply(variables, case.images, method="encode_images")
-        return sum(jnp.mean(jnp.sin(x)) for x in jax.tree.leaves(features))
-
-    @jax.jit
+    @jit
     def gradient(variables):
         def loss(variables):
             features = module.apply(variables, case.images, method="encode_images")
@@ -312,27 +305,29 @@ def test_the_gradient_of_the_tower(case):
 
         return jax.grad(loss)(variables)
 
+    def value(variables):
+        features = encode(case.module, variables, case.images)
+        return sum(np.mean(np.sin(np.asarray(x, np.float64))) for x in jax.tree.leaves(features))
+
     rng = np.random.default_rng(0)
-    variables = {"params": {"vision": case.variables["params"]["vision"]}}
-    direction = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), variables)
-    found = gradient(variables)
-    assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(found))
+    direction = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), case.variables)
+    found = gradient(case.variables)
+    assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(found["params"]["vision"]))
     slope = sum(np.vdot(a, b) for a, b in zip(*map(jax.tree.leaves, (found, direction)), strict=True))
-    ends = [loss(jax.tree.map(lambda x, d, h=h: x + h * d, variables, direction)) for h in (1e-3, -1e-3)]
-    assert slope == pytest.approx(float(ends[0] - ends[1]) / 2e-3, rel=2e-2)
+    ends = [
+        value(jax.tree.map(lambda x, d, h=h: x + h * d, case.variables, direction)) for h in (1e-3, -1e-3)
+    ]
+    assert slope == pytest.approx((ends[0] - ends[1]) / 2e-3, rel=1e-2)
 
 
 def test_bfloat16_is_near():
     case = load("qwen3_vl")
     module = architecture(case.config, dtype="bfloat16").module
-    variables = jax.tree.map(lambda x: x.astype(jnp.bfloat16), case.variables)
-    features = encode(module, variables, case.images)
-    assert features.rows.dtype == features.extra.dtype == jnp.bfloat16
-    inputs = (case.golden[name] for name in ("positions", "where"))
-    hidden, logits, _ = read(module, variables, case.golden["tokens"], case.image_rows, *inputs, features)
-    assert hidden.dtype == jnp.bfloat16 and logits.dtype == jnp.float32
-    difference = np.linalg.norm(np.asarray(logits) - case.golden["last_logits"])
-    assert difference < 0.1 * np.linalg.norm(case.golden["last_logits"])
+    features = encode(module, jax.tree.map(lambda x: x.astype(jnp.bfloat16), case.variables), case.images)
+    for found, name in ((features.rows, "vision"), (features.extra, "deepstack")):
+        assert found.dtype == jnp.bfloat16
+        difference = np.linalg.norm(np.asarray(found, np.float32) - case.golden[name])
+        assert difference < 0.05 * np.linalg.norm(case.golden[name])
 
 
 def test_the_module_is_a_vision_language_model(case):
@@ -351,6 +346,26 @@ def test_every_parameter_has_its_place_in_a_checkpoint(case):
     for path, leaf in shapes.items():
         assert len(model.tensors[path].axes) == leaf.ndim, path
         assert bool(model.tensors[path].layers) == path.split("/")[1].startswith(("layers", "deepstack"))
+
+
+def test_names_of_other_writers_are_read(case, tmp_path):
+    """The prefixes of transformers 4, buffers, and an output layer that repeats the tied embedding."""
+    family = case.module.config.family
+    stored = load_file(GOLDEN / family / "model.safetensors")
+    if family == "qwen2_5_vl":
+        old, new = ("visual.", "model."), ("model.visual.", "model.language_model.")
+    else:
+        old, new = ("model.visual.", "model.language_model."), ("visual.", "language_model.")
+        stored["lm_head.weight"] = stored["model.language_model.embed_tokens.weight"]
+    renamed = {}
+    for name, values in stored.items():
+        prefix = next((i for i in range(2) if name.startswith(old[i])), None)
+        renamed[name if prefix is None else new[prefix] + name.removeprefix(old[prefix])] = values
+    renamed["visual.rotary_pos_emb.inv_freq"] = np.ones(2, np.float32)
+    assert not set(renamed) & set(stored) - {"lm_head.weight"}
+    save_file(renamed, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(case.config))
+    jax.tree.map(np.testing.assert_array_equal, weights.load(tmp_path).params, case.variables)
 
 
 VISION_2_5 = {
