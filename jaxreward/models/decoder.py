@@ -14,7 +14,15 @@ import numpy as np
 from flax import struct
 
 from jaxreward.errors import ModelError
-from jaxreward.models.layers import KERNEL_INIT, Linear, RMSNorm, attend, inverse_frequencies, rotate
+from jaxreward.models.layers import (
+    KERNEL_INIT,
+    Linear,
+    RMSNorm,
+    attend,
+    inverse_frequencies,
+    product,
+    rotate,
+)
 from jaxreward.models.weights import Stored
 from jaxreward.types import Array
 
@@ -258,7 +266,7 @@ class Decoder(nn.Module):
     def logits(self, hidden: Array) -> Array:
         """Maps hidden states [..., D] to float32 [..., vocabulary]."""
         if self.config.tied:
-            return hidden.astype(jnp.float32) @ self.embedding.astype(jnp.float32).T
+            return product(hidden, self.embedding.T, "float32")
         return self.output(hidden)
 
 

@@ -14,6 +14,25 @@ from jaxreward.types import Array
 KERNEL_INIT = nn.initializers.normal(0.02)
 
 
+def product(x: Array, kernel: Array, dtype: str) -> Array:
+    """x @ kernel, summed and returned in `dtype`.
+
+    Two bfloat16 operands are multiplied as they are even where the result is float32: their products are
+    exact in float32, and the kernel, in an output layer the largest of all, is never copied to float32.
+
+    Args:
+      x: [..., inputs].
+      kernel: [inputs, outputs].
+      dtype: of the result; operands of other dtypes are cast to it.
+
+    Returns:
+      `dtype` [..., outputs].
+    """
+    if x.dtype == kernel.dtype == jnp.bfloat16:
+        return jnp.matmul(x, kernel, preferred_element_type=dtype)
+    return x.astype(dtype) @ kernel.astype(dtype)
+
+
 class Linear(nn.Module):
     """y = x W + b, plus (x A) B where the variables hold a LoRA for this layer (Hu et al., 2022, eq. 3).
 
@@ -36,11 +55,10 @@ class Linear(nn.Module):
     def __call__(self, x: Array) -> Array:
         """Maps [..., inputs] to `dtype` [..., features]."""
         kernel = self.param("kernel", self.kernel_init, (x.shape[-1], self.features), self.dtype)
-        x = x.astype(self.dtype)
-        y = x @ kernel.astype(self.dtype)
+        y = product(x, kernel, self.dtype)
         if self.has_variable("lora", "a"):
             a, b = self.get_variable("lora", "a"), self.get_variable("lora", "b")
-            y = y + (x @ a.astype(self.dtype)) @ b.astype(self.dtype)
+            y = y + (x.astype(self.dtype) @ a.astype(self.dtype)) @ b.astype(self.dtype)
         if self.use_bias:
             bias = self.param("bias", nn.initializers.zeros_init(), (self.features,), self.dtype)
             y = y + bias.astype(self.dtype)
