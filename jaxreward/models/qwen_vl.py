@@ -41,18 +41,24 @@ MAX_LOGITS = 2**26
 
 
 def _by_parts(function: Callable[..., Array], batches: tuple[Array, ...], logits: int) -> Array:
-    """function(*batches), some items of the leading axis at a time if the `logits` of each need it.
+    """function(*batches), in equal parts of the leading axis if the `logits` of its items need it.
 
-    The parts are computed again in the backward pass, which else would keep the logits of all.
+    The parts are computed again in the backward pass, which else would keep the logits of all. Each part
+    takes items from the whole axis, so that devices that share the axis share each part, too.
     """
-    if batches[0].shape[0] * logits <= MAX_LOGITS:
+    total = batches[0].shape[0]
+    parts = 1
+    while total % parts or (total // parts * logits > MAX_LOGITS and parts < total):
+        parts += 1
+    if parts == 1:
         return function(*batches)
 
-    @jax.checkpoint
-    def one(items: tuple[Array, ...]) -> Array:
-        return function(*(item[None] for item in items))[0]
+    def split(batch: Array) -> Array:
+        return jnp.swapaxes(batch.reshape(-1, parts, *batch.shape[1:]), 0, 1)
 
-    return jax.lax.map(one, batches, batch_size=max(1, MAX_LOGITS // logits))
+    one = jax.checkpoint(lambda items: function(*items))
+    out = jax.lax.map(one, tuple(split(batch) for batch in batches))
+    return jnp.swapaxes(out, 0, 1).reshape(total, *out.shape[2:])
 
 
 def attend_in_segments(query: Array, key: Array, value: Array, segments: Array) -> Array:

@@ -59,7 +59,7 @@ def case(request):
 def load(family):
     model = weights.load(GOLDEN / family)
     golden = dict(np.load(GOLDEN / family / "golden.npz"))
-    return Case(model.config, golden, jax.device_get(model.params), model.architecture.module)
+    return Case(model.config, golden, model.params, model.architecture.module)
 
 
 # These programs run for less time than it takes to optimise them.
@@ -262,14 +262,14 @@ def test_attention_in_parts_is_that_of_the_whole(monkeypatch, limit):
     """Values and a directional derivative against float64."""
     monkeypatch.setattr(qwen_vl, "MAX_LOGITS", limit)
     rng = np.random.default_rng(0)
-    operands, direction = rng.normal(size=(2, 3, 3, 96, 2, 8))
-    segments = np.repeat([[0, 1, -1], [2, 3, -1], [4, 5, -1]], [40, 30, 26], axis=1)
+    operands, direction = rng.normal(size=(2, 3, 4, 96, 2, 8))
+    segments = np.repeat([[0, 1, -1], [2, 3, -1], [4, 5, -1], [6, 7, -1]], [40, 30, 26], axis=1)
 
     def truth(query, key, value):
         logits = np.einsum("rthd,rshd->rhts", query, key) / np.sqrt(8)
         weight = np.exp(logits) * (segments[:, None, :, None] == segments[:, None, None, :])
         out = np.einsum("rhts,rshd->rthd", weight / weight.sum(-1, keepdims=True), value)
-        return out.reshape(3, 96, 16)
+        return out.reshape(4, 96, 16)
 
     @jit
     def value_and_gradient(operands):
@@ -309,9 +309,9 @@ def test_the_gradient_of_the_tower():
         features = encode(case.module, variables, case.images)
         return sum(np.mean(np.sin(np.asarray(x, np.float64))) for x in jax.tree.leaves(features))
 
-    rng = np.random.default_rng(0)
-    direction = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), case.variables)
-    found = gradient(case.variables)
+    rng, variables = np.random.default_rng(0), jax.device_get(case.variables)
+    direction = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), variables)
+    found = gradient(variables)
     assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(found["params"]["vision"]))
     slope = sum(np.vdot(a, b) for a, b in zip(*map(jax.tree.leaves, (found, direction)), strict=True))
     ends = [
@@ -323,7 +323,8 @@ def test_the_gradient_of_the_tower():
 def test_bfloat16_is_near():
     case = load("qwen3_vl")
     module = architecture(case.config, dtype="bfloat16").module
-    features = encode(module, jax.tree.map(lambda x: x.astype(jnp.bfloat16), case.variables), case.images)
+    variables = jax.tree.map(lambda x: x.astype(jnp.bfloat16), jax.device_get(case.variables))
+    features = encode(module, variables, case.images)
     for found, name in ((features.rows, "vision"), (features.extra, "deepstack")):
         assert found.dtype == jnp.bfloat16
         difference = np.linalg.norm(np.asarray(found, np.float32) - case.golden[name])
@@ -468,10 +469,9 @@ def test_the_real_models_have_their_size(name):
     assert round(sum(math.prod(x.shape) for x in shapes.values()) / 1e6, 1) == millions
 
 
-@pytest.mark.parametrize("name", ["Qwen2.5-VL-3B", "Qwen3-VL-4B"])
-def test_a_long_clip_needs_little_memory(name):
+def test_a_long_clip_needs_little_memory():
     """15 frames of 1,104 patches: the logits of all patches with all would take 17 GB."""
-    model = architecture(REAL[name][0], dtype="float32")
+    model = architecture(REAL["Qwen2.5-VL-3B"][0], dtype="float32")
     config = model.module.config
     grids = np.tile([1, 24, 46], (15, 1))
     images = vision_inputs(config, np.zeros((15 * 1104, config.vision.patch_values), np.float32), grids)
