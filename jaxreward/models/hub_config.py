@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -67,9 +68,9 @@ class Fields:
         return value
 
     def number(self, name: str, default: float = _REQUIRED) -> float:
-        """A number, as a float."""
+        """A finite number, as a float."""
         value = self._get(name, default, "a number")
-        if not isinstance(value, int | float) or isinstance(value, bool):
+        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
             raise self._error(name, value, "a number")
         return float(value)
 

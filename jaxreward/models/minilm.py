@@ -170,5 +170,5 @@ def architecture(config: Mapping[str, Any], *, dtype: str) -> Architecture:
         ),
     }
     # BERT's own pooler and its language-model head play no part in the sentence embedding
-    ignored = (r".*\.position_ids", r"(bert\.)?pooler\..*", r"cls\..*")
+    ignored = (r".*\.(position|token_type)_ids", r"(bert\.)?pooler\..*", r"cls\..*")
     return Architecture(module, tensors, initialise, aliases={"bert.": ""}, ignored=ignored)

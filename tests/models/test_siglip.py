@@ -133,7 +133,7 @@ TABLE = np.random.default_rng(0).standard_normal((16, 16)).astype(np.float32)
 resample_table = jax.jit(lambda shapes: resample_positions(jnp.asarray(TABLE)[..., None], shapes, 256))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(st.integers(1, 256).flatmap(lambda rows: st.tuples(st.just(rows), st.integers(1, 256 // rows))))
 def test_positions_are_resampled_as_pillow_does(shape):
     rows, columns = shape
