@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
+from safetensors.numpy import load_file, save_file
 
 from jaxreward.errors import ModelError
 from jaxreward.models import clip, encoder_layers, weights
@@ -178,6 +179,15 @@ def test_bfloat16_stays_near_float32(golden):
     assert found.dtype == jnp.bfloat16
     cosine = np.sum(unit_length(found) * unit_length(jnp.asarray(golden["image_embeddings"])), axis=-1)
     assert cosine.min() > 0.999
+
+
+def test_the_buffers_of_old_checkpoints_are_ignored(params, tmp_path):
+    stored = load_file(FOLDER / "model.safetensors")
+    for tower, length in (("text", 16), ("vision", 17)):
+        stored[f"{tower}_model.embeddings.position_ids"] = np.arange(length)[None]
+    save_file(stored, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    jax.tree.map(np.testing.assert_array_equal, weights.load(tmp_path).params, params)
 
 
 def test_a_hub_config_with_few_fields_is_vit_b_32():

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
+from safetensors.numpy import load_file, save_file
 
 from jaxreward.errors import ModelError
 from jaxreward.models import minilm, weights
@@ -172,6 +173,17 @@ def test_a_wrong_field_is_named(config, message):
     with pytest.raises(ModelError) as caught:
         MiniLMConfig.from_dict(config)
     assert message in str(caught.value)
+
+
+def test_other_writers_names_are_read(params, tmp_path):
+    stored = {f"bert.{name}": tensor for name, tensor in load_file(FOLDER / "model.safetensors").items()}
+    stored |= {
+        "bert.embeddings.position_ids": np.arange(16)[None],
+        "cls.predictions.bias": np.zeros(512, np.float32),
+    }
+    save_file(stored, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    jax.tree.map(np.testing.assert_array_equal, weights.load(tmp_path).params, params)
 
 
 def real_folder():
