@@ -101,7 +101,9 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         raise _damaged(path, f"a header that is not JSON ({str(error)[:100]})") from error
     if not isinstance(header, dict):
         raise _damaged(path, "a header that is no JSON object")
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        raise _damaged(path, "metadata that is no map of texts")
     begin = 8 + length
     spans = {name: _span(path, name, entry) for name, entry in header.items()}
     end = 0

@@ -31,7 +31,8 @@ from jax.sharding import Mesh
 
 from jaxreward import parallel
 from jaxreward.errors import ModelError, StorageError
-from jaxreward.models.tensor_files import TensorEntry, TensorReader, read_header, write_file
+from jaxreward.models.model_folder import COMPANIONS, INDEX, few, read_config, read_end_tokens, read_headers
+from jaxreward.models.tensor_files import TensorEntry, TensorReader, write_file
 from jaxreward.types import Array, PyTree
 
 # The file in jaxreward/models that builds a model, by the `model_type` of config.json.
@@ -53,25 +54,6 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
 FORMS = ("array", "linear", "convolution")
 STORED_FLOATS = ("F32", "F16", "BF16")
 READ_BYTES = 32 << 20  # of a tensor that are read and cast at once
-INDEX = "model.safetensors.index.json"
-
-# What a model folder holds beside config and weights; `save` copies it.
-COMPANIONS = (
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
-    "merges.txt",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "special_tokens_map.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "video_preprocessor_config.json",
-    "vocab.json",
-    "vocab.txt",
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,8 +159,8 @@ def load(
     folder = Path(path)
     config = read_config(folder)
     architecture = build(config, dtype=dtype, source=str(folder / "config.json"))
-    shapes = parameter_shapes(architecture)
     entries = _match(folder, architecture, read_headers(folder))
+    shapes = parameter_shapes(architecture)
     _check_shapes(folder, architecture, shapes, entries)
     params: dict[str, Array] = {}
     replicated: dict[str, str] = {}
@@ -203,7 +185,7 @@ def load(
                 break
     if damaged:
         raise ModelError(
-            f"{folder}: NaN or infinity in {_few(damaged)}; the weights are damaged, download them again"
+            f"{folder}: NaN or infinity in {few(damaged)}; the weights are damaged, download them again"
         )
     return Model(
         architecture=architecture,
@@ -213,22 +195,6 @@ def load(
         end_tokens=read_end_tokens(folder, config),
         replicated=replicated,
     )
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """Reads the config.json of a model folder.
-
-    Raises:
-      ModelError: no such folder or file, or no JSON object in it.
-    """
-    if not folder.is_dir():
-        raise ModelError(f"{folder}: no such model folder; give the path of a downloaded Hugging Face folder")
-    if not (folder / "config.json").is_file():
-        raise ModelError(
-            f"{folder}: no config.json found in it; a Hugging Face model folder holds config.json and "
-            "safetensors files"
-        )
-    return _read_json(folder / "config.json")
 
 
 def build(config: Mapping[str, Any], *, dtype: str = "float32", source: str = "config.json") -> Architecture:
@@ -258,9 +224,16 @@ def parameter_shapes(architecture: Architecture) -> dict[str, jax.ShapeDtypeStru
     """Shape and dtype of every parameter, by its '/'-joined path; uses no memory.
 
     Raises:
-      ModelError: `tensors` does not name the module's parameters, or names their axes or forms wrongly.
+      ModelError: sizes that fit no model; or `tensors` does not name the module's parameters, or names their
+        axes or forms wrongly.
     """
-    variables = jax.eval_shape(architecture.initialise, jax.random.key(0))
+    try:
+        variables = jax.eval_shape(architecture.initialise, jax.random.key(0))
+    except (ArithmeticError, MemoryError, TypeError, ValueError) as error:
+        raise ModelError(
+            f"{type(architecture.module).__name__}: the sizes in its config.json do not fit together or are "
+            f"too large ({str(error).splitlines()[0][:200]}); compare it with the one the model came with"
+        ) from error
     shapes = traverse_util.flatten_dict(variables["params"], sep="/")
     wrong = sorted(set(shapes) ^ set(architecture.tensors)) or [
         name
@@ -273,109 +246,21 @@ def parameter_shapes(architecture: Architecture) -> dict[str, jax.ShapeDtypeStru
     if wrong:
         raise ModelError(
             f"{type(architecture.module).__name__}: its parameters and the map of the stored tensors differ "
-            f"in {_few(wrong)}; this is a fault of jaxreward, please report it"
+            f"in {few(wrong)}; this is a fault of jaxreward, please report it"
         )
     return shapes
-
-
-def read_headers(folder: Path) -> dict[str, TensorEntry]:
-    """Every tensor of a folder, by its stored name: from the index, model.safetensors, or all shards found.
-
-    Raises:
-      ModelError: no safetensors files, a shard that is missing or outside the folder, a tensor given twice.
-    """
-    index = folder / INDEX
-    listed: dict[str, str] = {}
-    if index.is_file():
-        listed = _read_index(index)
-        files = sorted(set(listed.values()))
-    elif (folder / "model.safetensors").is_file():
-        files = ["model.safetensors"]
-    else:
-        files = sorted(file.name for file in folder.glob("*.safetensors"))
-    if not files:
-        pickled = sorted(file.name for suffix in ("bin", "pt", "pth") for file in folder.glob(f"*.{suffix}"))
-        reason = f"only {pickled[0]}, a pickle, which can run any code and is never opened" if pickled else ""
-        raise ModelError(
-            f"{folder}: no safetensors files found ({reason or 'no weights at all'}); convert the weights to "
-            "safetensors, in PyTorch: model.save_pretrained(folder, safe_serialization=True)"
-        )
-    absent = [name for name in files if not (folder / name).is_file()]
-    if absent:
-        raise ModelError(f"{folder}: {INDEX} names {_few(absent)}, not found; download the missing shards")
-    entries: dict[str, TensorEntry] = {}
-    for name in files:
-        header = read_header(folder / name)
-        twice = sorted(set(header) & set(entries))
-        if twice:
-            raise ModelError(
-                f"{folder}: {_few(twice)} stands in {name} and in another file; "
-                "keep the files of one model only"
-            )
-        entries.update(header)
-    lost = sorted(
-        name for name, file in listed.items() if name not in entries or entries[name].path.name != file
-    )
-    if lost:
-        raise ModelError(f"{index}: {_few(lost)} not in the shard that it names; download the folder again")
-    return entries
-
-
-def read_end_tokens(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Token ids that end a text, from generation_config.json, else from config.json; () if neither says.
-
-    Raises:
-      ModelError: something else than ids found.
-    """
-    file = folder / "generation_config.json"
-    sources: list[Mapping[str, Any]] = [_read_json(file)] if file.is_file() else []
-    sources.append(config)
-    if isinstance(config.get("text_config"), Mapping):
-        sources.append(config["text_config"])
-    for source in sources:
-        found = source.get("eos_token_id")
-        if found is not None:
-            ids = found if isinstance(found, list) else [found]
-            if not all(type(token) is int and token >= 0 for token in ids):
-                raise ModelError(
-                    f"{folder}: eos_token_id {found!r} found; expected a token id or a list of them"
-                )
-            return tuple(ids)
-    return ()
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    """A JSON object from a file, or ModelError."""
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelError(f"{file}: it cannot be read ({error.strerror})") from error
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{file}: no JSON found ({str(error)[:100]}); download it again") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{file}: a JSON {type(value).__name__} found; expected an object")
-    return value
-
-
-def _read_index(index: Path) -> dict[str, str]:
-    """{tensor: file} of an index file; every file is a plain name in the same folder."""
-    listed = _read_json(index).get("weight_map")
-    if not isinstance(listed, dict) or not all(isinstance(file, str) for file in listed.values()):
-        raise ModelError(f"{index}: no weight_map of names to files found; download it again")
-    outside = sorted(
-        {file for file in listed.values() if not re.fullmatch(r"[\w-][\w.-]*\.safetensors", file)}
-    )
-    if outside:
-        raise ModelError(
-            f"{index}: it names {_few(outside)}; expected names of safetensors files in the same folder"
-        )
-    return listed
 
 
 def _match(
     folder: Path, architecture: Architecture, entries: Mapping[str, TensorEntry]
 ) -> dict[str, list[TensorEntry]]:
     """The stored tensors of each of our parameters, layer by layer."""
+    deepest = max(stored.layers for stored in architecture.tensors.values())
+    if deepest > len(entries):
+        raise ModelError(
+            f"{folder}: {len(entries)} tensors found for a model of {deepest} layers; config.json and "
+            "weights must be of the same model"
+        )
     wanted = {name for stored in architecture.tensors.values() for name in stored.names()}
     ignored = [re.compile(pattern) for pattern in architecture.ignored]
     prefixes = sorted(architecture.aliases, key=len, reverse=True)
@@ -396,8 +281,8 @@ def _match(
             unexpected.append(name)
     missing = sorted(wanted - set(found))
     if missing or unexpected:
-        parts = [f"missing {_few(missing)}"] if missing else []
-        parts += [f"unexpected {_few(sorted(unexpected))}"] if unexpected else []
+        parts = [f"missing {few(missing)}"] if missing else []
+        parts += [f"unexpected {few(sorted(unexpected))}"] if unexpected else []
         raise ModelError(
             f"{folder}: the weights do not fit {type(architecture.module).__name__}: {'; '.join(parts)}; "
             "config.json and weights must be of the same model"
@@ -430,19 +315,13 @@ def _check_shapes(
                 unreadable.append(f"{entry.name} in {entry.dtype}")
     if wrong:
         raise ModelError(
-            f"{folder}: misshapen {_few(wrong)}; config.json and weights must be of the same model"
+            f"{folder}: misshapen {few(wrong)}; config.json and weights must be of the same model"
         )
     if unreadable:
         raise ModelError(
-            f"{folder}: {_few(unreadable)}; weights must be stored in {', '.join(STORED_FLOATS)} (get the "
+            f"{folder}: {few(unreadable)}; weights must be stored in {', '.join(STORED_FLOATS)} (get the "
             "model's unquantised version)"
         )
-
-
-def _few(names: list[str]) -> str:
-    """Up to five of some names, and how many more there are."""
-    text = ", ".join(name[:120] for name in names[:5])
-    return text if len(names) <= 5 else f"{text} and {len(names) - 5} more"
 
 
 def _target_dtype(declared: Any, dtype: str, entries: list[TensorEntry]) -> np.dtype:
@@ -568,6 +447,9 @@ def save(
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise StorageError(f"{folder}: it exists and is not empty; choose a new folder for the model")
         temporary.mkdir(parents=True)
+    except OSError as error:
+        raise StorageError(f"{folder}: it cannot be made ({error.strerror}); choose another place") from error
+    try:
         _write_shards(temporary, plan, max_shard_bytes)
         _write_companions(temporary, model, {str(tensor.dtype) for tensor in plan.values()})
         os.replace(temporary, folder)
@@ -606,11 +488,16 @@ def _plan(architecture: Architecture, values: Mapping[str, Array], dtype: str | 
     if wrong:
         raise ModelError(
             f"{type(architecture.module).__name__}: the parameters to save differ from the architecture's in "
-            f"{_few(wrong)}"
+            f"{few(wrong)}"
         )
     plan = {}
     for path, stored in architecture.tensors.items():
         value = values[path]
+        if not getattr(value, "is_fully_addressable", True):
+            raise ModelError(
+                f"{path}: a part of it lies on another process's devices; gather the parameters "
+                "before saving (jax.experimental.multihost_utils.process_allgather)"
+            )
         target = np.dtype(value.dtype if dtype is None else jnp.dtype(dtype))
         shape = stored_shape(stored, value.shape)
         for layer, name in enumerate(stored.names()):

@@ -267,6 +267,23 @@ def test_fewer_layers_than_the_config_says(folder):
     assert "1000000000 layers" in refusal(folder)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"), [("head_dim", 10**12), ("vocab_size", 2**70), ("vocab_size", 10**12)]
+)
+def test_sizes_that_no_memory_holds(folder, field, value):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {field: value}))
+    assert "too large" in refusal(folder)
+
+
+def test_sizes_that_do_not_fit_together(tmp_path):
+    folder = Path(shutil.copytree(GOLDEN / "qwen3_vl", tmp_path / "qwen"))
+    config = json.loads((folder / "config.json").read_text())
+    config["vision_config"]["spatial_merge_size"] = 3
+    (folder / "config.json").write_text(json.dumps(config))
+    assert "do not fit together" in refusal(folder)
+
+
 def test_misshapen_tensors_are_found_before_anything_is_read(folder, monkeypatch):
     change(folder, model__norm__weight=np.full(3, np.nan, np.float32))
     monkeypatch.setattr(weights.TensorReader, "read", lambda *_: pytest.fail("a tensor was read"))
