@@ -103,12 +103,18 @@ def measure(folder: Path, dtype: str, sizes: tuple[int, ...] | None) -> dict[str
     weights.parameter_shapes(weights.build(model_folder.read_config(folder), dtype=dtype))
     jax.block_until_ready(jax.device_put(np.zeros(8, np.float32)) + 1)
     Path("/proc/self/clear_refs").write_text("5")
-    before, start = status("VmRSS"), time.perf_counter()
+    before, start, cpu = status("VmRSS"), time.perf_counter(), time.process_time()
     model = weights.load(folder, dtype=dtype, mesh=mesh)
-    seconds = time.perf_counter() - start
+    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
     size = sum(x.nbytes for x in jax.tree.leaves(model.params))
     peak = status("VmHWM") - before
-    return {"weights_mb": size / 1e6, "peak_mb": peak / 1e6, "ratio": peak / size, "seconds": seconds}
+    return {
+        "weights_mb": size / 1e6,
+        "peak_mb": peak / 1e6,
+        "ratio": peak / size,
+        "seconds": seconds,
+        "cpu_seconds": cpu,
+    }
 
 
 def main() -> None:

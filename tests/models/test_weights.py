@@ -86,7 +86,13 @@ class Forms(nn.Module):
 
     @nn.compact
     def __call__(self):
-        for name, shape in (("scalar", ()), ("row", (3,)), ("conv", (24, 5)), ("stack", (2, 24, 5))):
+        for name, shape in (
+            ("scalar", ()),
+            ("gains", (2,)),
+            ("row", (3,)),
+            ("conv", (24, 5)),
+            ("stack", (2, 24, 5)),
+        ):
             self.param(name, nn.initializers.zeros_init(), shape)
 
 
@@ -94,6 +100,7 @@ FORMS = Architecture(
     Forms(),
     {
         "scalar": Stored("scale", ()),
+        "gains": Stored("blocks.{}.gain", ("layers",), layers=2, first=4),
         "row": Stored("token", (None,), shape=(1, 1, 3)),
         "conv": Stored("patch.weight", (None, "embed"), "convolution", shape=(5, 3, 2, 4)),
         "stack": Stored(
@@ -113,6 +120,8 @@ def forms(tmp_path, monkeypatch):
     rng = np.random.default_rng(0)
     shapes = {
         "scale": (),
+        "blocks.4.gain": (),
+        "blocks.5.gain": (),
         "token": (1, 1, 3),
         "old.patch.weight": (5, 3, 2, 4),
         "old.4.w": (5, 3, 2, 4),
@@ -130,6 +139,7 @@ def test_scalars_convolutions_aliases_and_ignored_names(forms, monkeypatch, read
     monkeypatch.setattr(weights, "READ_BYTES", read_bytes)
     params = weights.load(folder).params["params"]
     assert float(params["scalar"]) == tensors["scale"]
+    assert params["gains"].tolist() == [tensors["blocks.4.gain"], tensors["blocks.5.gain"]]
     np.testing.assert_array_equal(params["row"], tensors["token"][0, 0])
     flat = {name: x.reshape(5, 24).T for name, x in tensors.items() if x.ndim == 4}
     np.testing.assert_array_equal(params["conv"], flat["old.patch.weight"])
