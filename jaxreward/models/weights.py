@@ -440,7 +440,7 @@ def save(
       ModelError: parameters that are not those of the architecture.
       StorageError: the folder exists, or cannot be written (a full disk); nothing is left behind.
     """
-    folder = Path(path)
+    folder = Path(path).absolute()  # '.' has no name that another could be made from
     variables = model.params if params is None else params
     values = traverse_util.flatten_dict(dict(variables["params"]), sep="/")
     plan = _plan(model.architecture, values, dtype)
