@@ -1,7 +1,8 @@
-"""Generation against a loop without cache, batch or padding, and against SciPy."""
+"""Generation against a loop without cache, batch or padding, against PyTorch, and against SciPy."""
 
 import dataclasses
 import functools
+from pathlib import Path
 
 import flax.linen as nn
 import jax
@@ -12,6 +13,7 @@ from jax.extend.core import jaxprs_in_params
 from scipy import special, stats
 
 from jaxreward.errors import ConfigError, ModelError
+from jaxreward.models import weights
 from jaxreward.models.decoder import Decoder, DecoderConfig
 from jaxreward.models.generate import (
     Buckets,
@@ -36,6 +38,7 @@ CONFIG = DecoderConfig(
     rope_sections=(2, 1, 1),
 )
 IMAGE_TOKEN = 63
+GOLDEN = Path(__file__).parent / "golden"
 
 
 class Tiny(nn.Module):
@@ -113,7 +116,11 @@ def prompts_of(raw, length=7):
 PROMPTS = prompts_of(RAW)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+# These programs run for less time than it takes to optimise them.
+jit = functools.partial(jax.jit, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0})
+
+
+@jit
 def all_logits(model, variables, tokens, positions, where, image_rows, features):
     arguments = (tokens, positions, where, image_rows, features)
     return model.apply(variables, *arguments, method="everything")
@@ -159,12 +166,12 @@ def variables():
 
 @pytest.fixture(scope="module")
 def run():
-    return jax.jit(generate, static_argnums=0)
+    return jit(generate)
 
 
-PREFILL = jax.jit(prefill, static_argnums=0)
-DECODE = jax.jit(decode, static_argnums=0)
-SCORE = jax.jit(log_probabilities, static_argnums=0, static_argnames=("forbidden_tokens", "chunk"))
+PREFILL = jit(prefill)
+DECODE = jit(decode)
+SCORE = jit(log_probabilities, static_argnames=("forbidden_tokens", "chunk"))
 
 
 def test_the_tiny_model_offers_what_generation_needs():
@@ -181,6 +188,27 @@ def test_greedy_completions_are_those_of_a_loop_without_cache(variables, run):
         logits = naive_logits(variables, raw, expected[row])[:-1]
         plain = special.log_softmax(logits, -1)[np.arange(6), expected[row]]
         np.testing.assert_allclose(found.log_probabilities[row], plain, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "llama"])
+def test_greedy_completions_are_those_of_pytorch(run, family):
+    """The tiny models of golden/, images and DeepStack included, further padded here."""
+    model, golden = weights.load(GOLDEN / family), np.load(GOLDEN / family / "golden.npz")
+    module, tokens, where = model.architecture.module, golden["tokens"], golden["where"]
+    positions = np.broadcast_to(np.maximum(np.cumsum(where, 1) - 1, 0), (3, *where.shape))
+    image, features = np.zeros(tokens.shape, bool), None
+    if "vision" in golden:
+        positions, image = golden["positions"], tokens == module.config.image_token
+        extra = jnp.asarray(golden["deepstack"]) if "deepstack" in golden else None
+        features = ImageFeatures(jnp.asarray(golden["vision"]), extra)
+    following = golden["next_position"] if "next_position" in golden else where.sum(1)
+    rows = np.where(image, np.cumsum(image).reshape(image.shape) - 1, -1)
+    prompts = Prompts(*(x.astype(np.int32) for x in (tokens, where, positions, following, rows)))
+    prompts = pad_prompts(prompts.replace(where=where), 3, tokens.shape[1] + 3)
+    expected = golden["generated" if "generated" in golden else "greedy"]
+    config = GenerateConfig(temperature=0.0, max_new_tokens=expected.shape[1])
+    found = run(module, model.params, prompts, features, jax.random.key(0), config)
+    np.testing.assert_array_equal(found.tokens[:2], expected)
 
 
 def test_the_images_matter(variables, run):
