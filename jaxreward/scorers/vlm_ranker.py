@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -28,18 +28,23 @@ class VLMRankerConfig:
         quarter of the tokens.
       temperature: of the sampling (table 5: 1.0 in Stage 1; table 4: 0.2 in Stage 2); 0 is greedy.
       max_new_tokens: the most tokens of an answer; one that is cut off cannot be read.
+      dtype: of parameters and computation.
+      cached_frames: frames whose features are kept for the next queries; at least those of one call.
     """
 
     describe: bool = True
     temperature: float = 0.2
     max_new_tokens: int = 1024
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    cached_frames: int = 1024
 
     def __post_init__(self) -> None:
         """Checks the ranges; raises ConfigError."""
-        if self.max_new_tokens < 1:
-            raise ConfigError(f"scorer.max_new_tokens is {self.max_new_tokens}; expected at least 1")
+        for field in ("max_new_tokens", "cached_frames"):
+            if getattr(self, field) < 1:
+                raise ConfigError(f"vlm.{field} is {getattr(self, field)}; expected at least 1")
         if not 0 <= self.temperature < float("inf"):
-            raise ConfigError(f"scorer.temperature is {self.temperature}; expected a number of at least 0")
+            raise ConfigError(f"vlm.temperature is {self.temperature}; expected a number of at least 0")
 
 
 class VLMRanker:

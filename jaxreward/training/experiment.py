@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 from rich.table import Table
@@ -37,17 +38,25 @@ from jaxreward.evaluation.showcase import write_showcase
 from jaxreward.files import write_atomically
 from jaxreward.metrics.recorder import Recorder, read_metrics
 from jaxreward.metrics.statistics import bootstrap_interval, pass_at_k, pearson
+from jaxreward.models import weights
 from jaxreward.models.frame_ranker import FrameRankerConfig
 from jaxreward.rewards.constant import Constant, ConstantConfig
 from jaxreward.rewards.environment_reward import EnvironmentReward, EnvironmentRewardConfig
 from jaxreward.rewards.rank_then_act import RankThenAct, RankThenActConfig
 from jaxreward.rewards.success import Success, SuccessConfig
-from jaxreward.scorers.base import Scorer
+from jaxreward.scorers.base import Scorer, Scores
 from jaxreward.scorers.compact_ranker import CompactRanker
+from jaxreward.scorers.vlm_ranker import VLMRankerConfig
 from jaxreward.training.act import ActConfig, act, hacking_warning
 from jaxreward.training.loop import Loop, LoopConfig
 from jaxreward.training.plan import describe_plan
-from jaxreward.training.prepare_scorer import PreparedScorer, VideoConfig, load_prepared, prepare_scorer
+from jaxreward.training.prepare_scorer import (
+    PreparedScorer,
+    VideoConfig,
+    is_model_folder,
+    load_prepared,
+    prepare_scorer,
+)
 from jaxreward.training.rank import RankConfig
 from jaxreward.training.run_folder import SECONDS_FILE, RunFolder, to_json
 
@@ -71,7 +80,9 @@ class ExperimentConfig:
       reward: the reward.
       agent: the learner.
       scorer: 'train' ranks one from videos first (Stage 1), 'pretrained' takes the shipped general
-        ranker, 'untrained' a random one (the control); otherwise the path of a run or scorer folder.
+        ranker, 'untrained' a random one (the control); otherwise the path of a run or scorer folder, or of
+        a Hugging Face folder with a vision-language model, which is then asked for ranks.
+      vlm: how a vision-language model is asked.
       model: the structure of a scorer that is trained here.
       videos: where Stage 1's videos come from.
       rank: Stage 1.
@@ -89,6 +100,7 @@ class ExperimentConfig:
     reward: RewardConfig = dataclasses.field(default_factory=RankThenActConfig)
     agent: PPOConfig = dataclasses.field(default_factory=PPOConfig)
     scorer: str = "train"
+    vlm: VLMRankerConfig = dataclasses.field(default_factory=VLMRankerConfig)
     model: FrameRankerConfig = dataclasses.field(default_factory=FrameRankerConfig)
     videos: VideoConfig = dataclasses.field(default_factory=VideoConfig)
     rank: RankConfig = dataclasses.field(default_factory=RankConfig)
@@ -198,6 +210,12 @@ def check_parts(config: ExperimentConfig, environment, run: RunFolder) -> None:
         def load(key):
             params = scorer.init(key, (*shape, config.model.channels))
             return params, scorer.prepare(params, environment.spec.task)
+    elif needs_scorer(config) and is_model_folder(config.scorer):
+        folder = pathlib.Path(config.scorer)
+        # Reading the weights twice would take minutes; their headers say whether they are all there.
+        weights.build(weights.read_config(folder), dtype=config.vlm.dtype, source=config.scorer)
+        weights.read_headers(folder)
+        scorer = _AnyScorer()
     elif needs_scorer(config):
         ready = load_prepared(config, environment, run)
         scorer, load = ready.scorer, lambda key: (ready.params, ready.context)
@@ -213,6 +231,18 @@ def check_parts(config: ExperimentConfig, environment, run: RunFolder) -> None:
         store = CheckpointStore(folder / "checkpoints")
         if store.latest_step() is not None and not (folder / "result.json").exists():
             store.restore(state)
+
+
+class _AnyScorer:
+    """Stands for a scorer that is not traced, where only shapes are asked for."""
+
+    jittable = True
+    permutation_equivariant = False
+
+    def score(self, params, context, frames, where, key) -> Scores:
+        """Zeros of the right shapes."""
+        none = jnp.zeros(where.shape[0], jnp.int32)
+        return Scores(jnp.zeros(where.shape, jnp.float32), jnp.ones(where.shape[0], bool), none)
 
 
 def seed_folder(config: ExperimentConfig, run: RunFolder, seed: int) -> pathlib.Path:

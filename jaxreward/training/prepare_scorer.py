@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import pathlib
 import time
 from collections.abc import Callable
@@ -21,7 +22,9 @@ from jaxreward.envs.pyboy import CartridgeConfig
 from jaxreward.errors import ConfigError
 from jaxreward.models.frame_ranker import FrameRankerConfig
 from jaxreward.scorers.base import Scorer
+from jaxreward.scorers.chat_model import ChatModel
 from jaxreward.scorers.compact_ranker import CompactRanker
+from jaxreward.scorers.vlm_ranker import VLMRanker
 from jaxreward.training.act import Interrupted
 from jaxreward.training.demonstrate import DemonstrateConfig, demonstrate
 from jaxreward.training.rank import (
@@ -128,8 +131,11 @@ def prepare_scorer(
       ModelError: a scorer file is damaged or does not fit.
       Interrupted: after saving.
     """
-    sets = read_videos(config, environment, run, console, interrupted)
-    if config.scorer == "train" and not _own_scorer(run).exists():
+    untrained = config.scorer == "train" and not _own_scorer(run).exists()
+    sets = {}
+    if untrained or config.preflight:
+        sets = read_videos(config, environment, run, console, interrupted)
+    if untrained:
         if "train" not in sets:
             raise ConfigError(
                 "scorer is 'train' and there are no videos to train it from: give --videos DIR, or take a "
@@ -157,6 +163,12 @@ def load_prepared(config, environment, run: RunFolder) -> PreparedScorer:
         heldout = card["metadata"]["heldout"]
     elif config.scorer == "pretrained":
         model, params, _ = load_pretrained()
+    elif is_model_folder(config.scorer):
+        chat_model = ChatModel.load(
+            config.scorer, dtype=config.vlm.dtype, cached_frames=config.vlm.cached_frames
+        )
+        scorer, params = VLMRanker(chat_model, config.vlm), chat_model.model.params
+        return PreparedScorer(scorer, params, scorer.prepare(params, spec.task), None, heldout)
     elif config.scorer == "untrained":
         model = dataclasses.replace(config.model, frame_shape=spec.image_shape[:2])
         shape = (*spec.image_shape[:2], model.channels)
@@ -167,6 +179,14 @@ def load_prepared(config, environment, run: RunFolder) -> PreparedScorer:
         heldout = card["metadata"].get("heldout", {})
     scorer = CompactRanker(model)
     return PreparedScorer(scorer, params, scorer.prepare(params, spec.task), None, heldout)
+
+
+def is_model_folder(path: str) -> bool:
+    """Whether a path is a Hugging Face folder: its config.json names a `model_type`, as no run's does."""
+    try:
+        return "model_type" in json.loads((pathlib.Path(path) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError):
+        return False
 
 
 def _own_scorer(run: RunFolder) -> pathlib.Path:

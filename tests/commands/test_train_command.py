@@ -118,6 +118,42 @@ def test_the_transfer_matrix_and_a_resumed_run_s_seconds(unfinished):
     assert 2e6 < summary["cpu_seconds"] < 2e6 + 1000
 
 
+def test_a_vision_language_model_is_asked(tiny_chat_folder, tmp_path):
+    """A random one says nothing that can be read, for which every episode pays -1."""
+    small = [
+        word for word in TINY.split() if not word.startswith(("--env.num", "--act", "--loop.r", "--eval"))
+    ]
+    code = execute(
+        "--config=catrap_jax_rta", *small, "--scorer", tiny_chat_folder, "--no-preflight", "--runs", tmp_path,
+        "--env.num-envs=2", "--env.max-episode-steps=16", "--loop.rollout-length=16", "--act.updates=2",
+        "--act.checkpoint-every=2", "--reward.frames=3", "--vlm.max-new-tokens=8", "--vlm.dtype=float32",
+        "--eval-episodes=2",
+    )  # fmt: skip
+    assert code == 0
+    (folder,) = tmp_path.iterdir()
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["reward/parse_failure_share"] for row in rows] == [1, 1]
+    assert rows[0]["reward/queries"] == 4
+    assert [row["return"] for row in rows] == [-1, -1]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("config.json", '{"model_type": "gpt2"}', ("gpt2", "qwen3_vl")),
+        ("model.safetensors", "no tensors", ("model.safetensors", "truncated or damaged")),
+    ],
+)
+def test_model_folders_that_cannot_be_used(
+    tiny_chat_folder, tmp_path, capsys, no_long_work, name, content, words
+):
+    copied = tmp_path / "model"
+    shutil.copytree(tiny_chat_folder, copied)
+    (copied / name).write_text(content)
+    assert execute("--config=catrap_jax_rta", "--scorer", copied, "--runs", tmp_path / "runs") == 2
+    assert_one_line(capsys, *words)
+
+
 def test_a_run_leaves_its_files(finished):
     _, folder = finished
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

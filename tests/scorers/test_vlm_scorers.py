@@ -1,6 +1,5 @@
 """Vision-language models as scorers: a tiny random Qwen3-VL with a real tokenizer, and scripted answers."""
 
-import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +11,6 @@ import pytest
 import scipy.stats
 
 from jaxreward.errors import ConfigError, ModelError
-from jaxreward.models import weights
 from jaxreward.models.generate import Buckets, GenerateConfig
 from jaxreward.scorers import prompts
 from jaxreward.scorers.base import Scorer
@@ -28,43 +26,9 @@ FRAMES = RNG.integers(0, 256, (6, 24, 32, 3), np.uint8)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A random Qwen3-VL whose token ids are those of the tokenizer beside it."""
-    folder = tmp_path_factory.mktemp("qwen")
-    shutil.copytree(GOLDEN / "tokenizer", folder, dirs_exist_ok=True)
-    tokenizer = json.loads((folder / "tokenizer.json").read_text())
-    ids = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
-    config = json.loads((GOLDEN / "qwen3_vl" / "config.json").read_text())
-    config["text_config"]["vocab_size"] = 448
-    for field, token in (
-        ("image_token_id", "<|image_pad|>"),
-        ("video_token_id", "<|video_pad|>"),
-        ("vision_start_token_id", "<|vision_start|>"),
-        ("vision_end_token_id", "<|vision_end|>"),
-    ):
-        config[field] = ids[token]
-    vision = config["vision_config"]
-    preprocessor = {
-        "image_processor_type": "Qwen2VLImageProcessor",
-        "patch_size": vision["patch_size"],
-        "temporal_patch_size": vision["temporal_patch_size"],
-        "merge_size": vision["spatial_merge_size"],
-        "size": {"shortest_edge": 16, "longest_edge": 4096},
-    }
-    (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor))
-    architecture = weights.build(config)
-    params = architecture.initialise(jax.random.key(3))
-    params = jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x, params)
-    made = weights.Model(architecture, config, params, folder)
-    saved = tmp_path_factory.mktemp("saved") / "qwen"
-    weights.save(saved, made)
-    return saved
-
-
-@pytest.fixture(scope="module")
-def chat_model(folder):
+def chat_model(tiny_chat_folder):
     sizes = Buckets(prompts=(2, 8, 64), prompt_tokens=(512, 1024), new_tokens=(16,))
-    return ChatModel.load(folder, buckets=sizes, cached_frames=16)
+    return ChatModel.load(tiny_chat_folder, buckets=sizes, cached_frames=16)
 
 
 def chat(words, images):
@@ -138,11 +102,11 @@ def test_topreward_is_the_probability_of_the_answer_s_token(chat_model):
         assert scores.values[0, 1] < expected
 
 
-def test_folders_that_hold_no_chats_are_refused(folder, tmp_path):
+def test_folders_that_hold_no_chats_are_refused(tiny_chat_folder, tmp_path):
     with pytest.raises(ModelError, match="holds no chats about images"):
         ChatModel.load(GOLDEN / "clip")
     copied = tmp_path / "copied"
-    shutil.copytree(folder, copied)
+    shutil.copytree(tiny_chat_folder, copied)
     (copied / "preprocessor_config.json").unlink()
     with pytest.raises(ModelError, match=r"preprocessor_config\.json"):
         ChatModel.load(copied)
