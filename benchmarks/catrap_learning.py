@@ -26,13 +26,15 @@ from jaxreward.configs import CONFIGS
 from jaxreward.envs.catrap import levels, solver
 from jaxreward.metrics.statistics import bootstrap_interval
 
-VARIANTS = {
+# name: (config, what it is, fields that differ from the config's)
+VARIANTS: dict[str, tuple[str, ...]] = {
     "episode": ("catrap_jax_rta", "rank reward, once at the end"),
     "window": ("catrap_jax_rta_window", "rank reward, every 15 steps, summed"),
     "window_mean": ("catrap_jax_rta_window_mean", "the same, averaged over the windows"),
     "success": ("catrap_jax_success", "sparse oracle (privileged)"),
     "untrained": ("catrap_jax_untrained", "control: untrained scorer"),
-    "constant": ("catrap_jax_constant", "control: constant reward"),
+    "constant": ("catrap_jax_constant", "control: 1 at the end of every episode, however it ends"),
+    "constant_step": ("catrap_jax_constant", "control: 1 on every step", "--reward.when", "step"),
 }
 
 
@@ -53,7 +55,14 @@ class Options:
 
     out: pathlib.Path = pathlib.Path("learning")
     levels: tuple[str, ...] = levels.BENCHMARK_LEVELS
-    variants: tuple[str, ...] = ("episode", "window", "success", "untrained", "constant")
+    variants: tuple[str, ...] = (
+        "episode",
+        "window",
+        "success",
+        "untrained",
+        "constant",
+        "constant_step",
+    )
     seeds: int = 3
     first_seed: int = 0
     updates: int = CONFIGS["catrap_jax_rta"].act.updates
@@ -77,7 +86,7 @@ def run(options: Options, level: str, variant: str, core: int, scorer: pathlib.P
         str(folder),
     ]
     command += ["--env.level", level, "--seed", str(options.first_seed), "--seeds", str(options.seeds)]
-    command += ["--act.updates", str(options.updates), "--json"]
+    command += ["--act.updates", str(options.updates), "--json", *VARIANTS[variant][2:]]
     if scorer is not None:
         command += ["--scorer", str(scorer), "--no-preflight"]
     folder.mkdir(parents=True, exist_ok=True)
@@ -101,7 +110,10 @@ def main() -> None:
         try:
             scorer = None
             if variant in ("window", "window_mean"):
-                scorer = sorted((options.out / f"{level}-episode").glob("*/scorer"))[-1].parent
+                ranked = sorted((options.out / f"{level}-episode").glob("*/scorer"))
+                if not ranked:
+                    sys.exit(f"level {level}: the window runs take the scorer of its episode run; run that first")
+                scorer = ranked[-1].parent
             results[level, variant] = run(options, level, variant, core, scorer)
             rates = [round(s["sampled"]["success_rate"], 3) for s in results[level, variant]["seeds"]]
             print(f"{time.perf_counter() - started:6.0f} s  level {level}  {variant:11}  {rates}", flush=True)
@@ -129,6 +141,13 @@ def write_table(options: Options, results: dict[tuple[str, str], dict]) -> None:
         "",
     ]
     lines += [f"- **{v}**: {VARIANTS[v][1]}" for v in variants]
+    if "constant" in variants:
+        lines += [
+            "",
+            "A constant at the end is not empty of information: with a discount of 0.99 it is worth more the "
+            "sooner an episode ends, and only winning ends one before its time. It is a weak oracle. A constant "
+            "on every step pays for staying instead.",
+        ]
     lines += ["", "| level | moves | random | held-out rho | " + " | ".join(variants) + " |"]
     lines += ["|---|---|---|---|" + "---|" * len(variants)]
     for level in options.levels:
