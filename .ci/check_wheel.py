@@ -19,14 +19,15 @@ def expected_files() -> set[str]:
 
 def main() -> None:
     """Compares; exits with a message when something is missing or too much."""
-    with zipfile.ZipFile(sys.argv[1]) as wheel:
-        found = {name for name in wheel.namelist() if not name.endswith("/")}
-    found = {name for name in found if not name.split("/")[0].endswith(".dist-info")}
-    expected = expected_files()
-    missing, extra = sorted(expected - found), sorted(found - expected)
-    if missing or extra:
-        sys.exit(f"{sys.argv[1]}: missing {missing}, not expected {extra}")
-    print(f"the wheel holds the {len(found)} files of jaxreward and nothing else")
+    for path in sys.argv[1:]:
+        with zipfile.ZipFile(path) as wheel:
+            found = {name for name in wheel.namelist() if not name.endswith("/")}
+        found = {name for name in found if not name.split("/")[0].endswith(".dist-info")}
+        expected = expected_files()
+        missing, extra = sorted(expected - found), sorted(found - expected)
+        if missing or extra:
+            sys.exit(f"{path}: missing {missing}, not expected {extra}")
+        print(f"the wheel holds the {len(found)} files of jaxreward and nothing else")
 
 
 if __name__ == "__main__":

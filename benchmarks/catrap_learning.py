@@ -112,7 +112,7 @@ def main() -> None:
             if variant in ("window", "window_mean"):
                 ranked = sorted((options.out / f"{level}-episode").glob("*/scorer"))
                 if not ranked:
-                    sys.exit(f"level {level}: the window runs take the scorer of its episode run; run that first")
+                    sys.exit(f"level {level}: window runs take the scorer of its episode run; run that first")
                 scorer = ranked[-1].parent
             results[level, variant] = run(options, level, variant, core, scorer)
             rates = [round(s["sampled"]["success_rate"], 3) for s in results[level, variant]["seeds"]]
@@ -144,9 +144,9 @@ def write_table(options: Options, results: dict[tuple[str, str], dict]) -> None:
     if "constant" in variants:
         lines += [
             "",
-            "A constant at the end is not empty of information: with a discount of 0.99 it is worth more the "
-            "sooner an episode ends, and only winning ends one before its time. It is a weak oracle. A constant "
-            "on every step pays for staying instead.",
+            "A constant at the end is not empty of information: with a discount of 0.99 it is worth more "
+            "the sooner an episode ends, and only winning ends one before its time. It is a weak oracle. A "
+            "constant on every step pays for staying instead.",
         ]
     lines += ["", "| level | moves | random | held-out rho | " + " | ".join(variants) + " |"]
     lines += ["|---|---|---|---|" + "---|" * len(variants)]

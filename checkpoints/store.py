@@ -106,14 +106,18 @@ class CheckpointStore:
                 "writing there, then resume the run"
             ) from error
 
-    def restore(self, abstract_state: PyTree, step: int | None = None) -> tuple[PyTree, dict[str, Any]]:
-        """Restores a state exactly as it was saved.
+    def restore(
+        self, abstract_state: PyTree, step: int | None = None, *, within: str = ""
+    ) -> tuple[PyTree, dict[str, Any]]:
+        """Restores a state, or a part of it, exactly as it was saved.
 
         Args:
           abstract_state: a pytree of the state's structure, whose leaves are arrays or
             `jax.ShapeDtypeStruct`s (`jax.eval_shape` of the function that makes the state); leaves that
             carry a sharding are restored with it, others on the default device.
           step: which checkpoint; the newest if None.
+          within: path of the part that `abstract_state` describes, such as '.agent'; what lies outside may
+            have any shape.
 
         Returns:
           The state, with the structure of `abstract_state` and the values that were saved (NumPy arrays
@@ -124,12 +128,19 @@ class CheckpointStore:
             the first leaf that differs), by a newer format, or it is damaged.
         """
         step, manifest = self._read_manifest(step)
-        leaves = manifest["leaves"]
+        stored_leaves = manifest["leaves"]
+        leaves = {name: leaf for name, leaf in stored_leaves.items() if name.startswith(within)}
         paths_and_leaves, treedef = jax.tree_util.tree_flatten_with_path(abstract_state)
-        expected = {_path_name(path): leaf for path, leaf in paths_and_leaves}
+        expected = {within + _path_name(path): leaf for path, leaf in paths_and_leaves}
         where = f"checkpoint {step} in {self.folder}"
         _check_structure(where, leaves, expected)
-        wanted = {name: _stored_form(expected[name], leaf) for name, leaf in leaves.items() if _size(leaf)}
+        wanted = {
+            name: _stored_form(expected[name], leaf)
+            if name in expected
+            else jax.ShapeDtypeStruct(leaf["stored_shape"], leaf["stored_dtype"])
+            for name, leaf in stored_leaves.items()
+            if _size(leaf)
+        }
         try:
             with _quiet_array_store(), self._open_reader() as reader:
                 stored = reader.restore(

@@ -181,21 +181,26 @@ class Emulator:
             from pyboy import PyBoy
 
         self.layout: Layout = OriginalCatrapLayout() if rom else CartridgeLayout()
-        self._pyboy = PyBoy(
-            io.BytesIO(image),  # not by its path: battery files beside it are neither read nor written
-            window="null",
-            sound_emulated=False,
-            no_input=True,
-            cgb=False,
-            log_level="ERROR",
-        )
+        try:
+            self._pyboy = PyBoy(
+                io.BytesIO(image),  # not by its path: battery files beside it are neither read nor written
+                window="null",
+                sound_emulated=False,
+                no_input=True,
+                cgb=False,
+                log_level="ERROR",
+            )
+        except Exception as error:  # PyBoy raises plain exceptions of several kinds
+            raise SimulatorError(f"PyBoy cannot run {rom or ROM.name}: {error}") from error
         self._pyboy.set_emulation_speed(0)
         self.memory = self._pyboy.memory
         self._pixels = self._pyboy.screen.ndarray  # the emulator draws into it
         self._frames: list[np.ndarray] | None = None
         self._save_state = _read_save_state(save_state, rom) if rom else None
         self._name = rom or ROM.name
-        if not rom:
+        if rom:
+            self.reset()  # a save state that does not fit is an error now, and not after Stage 1
+        else:
             self._start(animated)
             self.choose(level)
 

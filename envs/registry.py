@@ -47,11 +47,13 @@ def parse(text: str) -> Any:
       The kind's config dataclass.
 
     Raises:
-      ConfigError: no such kind.
+      ConfigError: no such kind, or a colon without a name.
     """
-    name, _, rest = text.partition(":")
+    name, colon, rest = text.partition(":")
     if name not in KINDS:
         raise unknown_name("kind of environment", name, KINDS)
+    if colon and not rest:
+        raise ConfigError(f"environment '{text}': nothing found behind the colon, expected a name")
     kind = KINDS[name]
     config_class = getattr(importlib.import_module(kind.module), kind.config)
     return config_class(**{kind.field: rest}) if rest else config_class()

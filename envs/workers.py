@@ -198,7 +198,10 @@ class InProcess:
 
     def end(self) -> None:
         """See `Member`."""
-        self._thread.submit(self.block.close).result()
+        try:
+            self._thread.submit(self.block.close).result()
+        except RuntimeError:  # the interpreter ends and takes no more work
+            self.block.close()
         self._thread.shutdown()
 
 
@@ -232,8 +235,9 @@ def serve(make_block: Callable[[dict[str, Any], mmap.mmap], Block], size: Callab
 
 def end_all(members: list[Member]) -> None:
     """Ends blocks, one after another."""
-    for member in members:
-        member.end()
+    with contextlib.ExitStack() as stack:  # goes on past one that cannot be ended
+        for member in reversed(members):
+            stack.callback(member.end)
 
 
 def _message(error: Exception) -> str:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import difflib
 import io
+import os
 import re
 import sys
 import types
@@ -35,6 +36,9 @@ def run_command(command: Callable[[], None]) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read the output has gone (`| head`); Python would complain when it flushes at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     return 0
 
 
@@ -103,14 +107,14 @@ def parse(config_type: type, arguments: Sequence[str], program: str, description
         raise ConfigError(_flatten(printed.getvalue())) from None
 
 
-def nearest(name: str, known) -> str:
-    """'; did you mean ...?' with the nearest known names, or what there is to choose from."""
+def nearest(name: str, known, otherwise: str = "--help lists the fields") -> str:
+    """'; did you mean ...?' with the nearest known names, or what to do where none is near."""
     known = list(known)
     found = difflib.get_close_matches(name, known, 3, cutoff=0.5)
     if not found:
         last = name.rsplit(".", 1)[-1]
         found = [k for k in known if k.rsplit(".", 1)[-1] == last][:3]
-    return f"; did you mean {' or '.join(found)}?" if found else "; --help lists the fields"
+    return f"; did you mean {' or '.join(found)}?" if found else f"; {otherwise}"
 
 
 def _without_unions(config_type: type, config: Any) -> type:
@@ -153,7 +157,8 @@ def _merge(config: Any, parsed: Any) -> Any:
 
 def _flatten(message: str) -> str:
     """The words of a boxed error message in one line."""
-    words = re.sub(r"[\u2500-\u257f]+", " ", message)
+    # Where the terminal cannot draw boxes, they are made of dashes.
+    words = re.sub(r"[\u2500-\u257f]+|-{4,}", " ", message)
     words = re.sub(r"\x1b\[[0-9;]*m", "", words)
     return " ".join(words.split()).removeprefix("Parsing error ")
 

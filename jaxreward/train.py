@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import pathlib
+import os
 import sys
 
 from rich.console import Console
@@ -12,6 +12,7 @@ from rich.console import Console
 from jaxreward.command_line import dataclass_types, nearest, override, run_command
 from jaxreward.configs import CONFIGS
 from jaxreward.envs import registry
+from jaxreward.envs.catrap.levels import level_names
 from jaxreward.errors import ConfigError, JaxrewardError
 from jaxreward.training.act import Interrupted, interruption
 from jaxreward.training.experiment import ExperimentConfig, run_experiment
@@ -63,6 +64,8 @@ def read_arguments(argv: list[str]) -> Arguments:
         word = rest.pop(0)
         name, equals, value = word.partition("=")
         if name in ("--json", "--list", "--help", "-h"):
+            if equals:
+                raise ConfigError(f"{name} takes no value, found '{value}'")
             found["help" if name == "-h" else name[2:]] = True
         elif name in ("--config", "--resume", "--env", "--runs"):
             if not equals:
@@ -71,6 +74,8 @@ def read_arguments(argv: list[str]) -> Arguments:
                 value = rest.pop(0)
             found[name[2:]] = value
         elif name == "--videos":
+            if not equals and (not rest or rest[0].startswith("--")):
+                raise ConfigError("--videos needs the path of a folder")
             fields += ["--videos.folders", *([value] if equals else [])]
         else:
             fields.append(word)
@@ -87,9 +92,31 @@ def find_config(name: str) -> tuple[str, ExperimentConfig]:
     """
     if name in CONFIGS:
         return name, CONFIGS[name]
-    if name.endswith(".json") or pathlib.Path(name).is_file():
+    if name.endswith(".json") or os.path.isfile(name):
         return read_config(name, dataclass_types(ExperimentConfig))
-    raise ConfigError(f"there is no config '{name}'{nearest(name, CONFIGS)} (--list shows all)")
+    raise ConfigError(f"there is no config '{name}'{nearest(name, CONFIGS, '--list shows all')}")
+
+
+def with_absolute_paths(config: ExperimentConfig) -> ExperimentConfig:
+    """Makes paths that exist absolute, so that the run can be resumed and played from any folder."""
+
+    def absolute(path: str) -> str:
+        return os.path.abspath(path) if os.path.exists(path) else path
+
+    env = config.env
+    for field in ("rom", "save_state"):
+        if getattr(env, field, ""):
+            env = dataclasses.replace(env, **{field: absolute(getattr(env, field))})
+    if isinstance(level := getattr(env, "level", None), str):
+        # A shipped level's name counts, whatever file has it.
+        names = [name.strip() for name in level.split(",")]
+        parts = [name if name.zfill(2) in level_names() else absolute(name) for name in names]
+        env = dataclasses.replace(env, level=",".join(parts))
+    videos = dataclasses.replace(config.videos, folders=tuple(map(absolute, config.videos.folders)))
+    scorer = config.scorer
+    if scorer not in ("train", "pretrained", "untrained"):
+        scorer = absolute(scorer)
+    return dataclasses.replace(config, env=env, videos=videos, scorer=scorer)
 
 
 def list_configs() -> None:
@@ -111,6 +138,7 @@ def prepare(arguments: Arguments) -> tuple[RunFolder, ExperimentConfig]:
     if arguments.env is not None:
         config = dataclasses.replace(config, env=registry.parse(arguments.env))
     config = override(config, arguments.fields, f"python -m jaxreward.train --config={name}")
+    config = with_absolute_paths(config)
     return create(arguments.runs, name, config), config
 
 
@@ -126,7 +154,6 @@ def command(argv: list[str]) -> None:
         return None
     run, config = prepare(arguments)
     console = Console(stderr=arguments.json, soft_wrap=True)
-    console.print(f"run folder: {run.path}")
     try:
         with run.lock(), interruption() as interrupted:
             summary = run_experiment(config, run, console, interrupted)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import os
 from pathlib import Path
 
 import numpy as np
@@ -71,15 +72,23 @@ def load_level(name: str | int | Path) -> Level:
     if shipped in level_names():
         return _load_shipped(shipped)
     path = Path(text)
-    if not path.is_file():
+    if not os.path.isfile(text):  # False, too, for a name that is too long for a file
         near = difflib.get_close_matches(shipped, level_names(), 1)
         hint = f"; did you mean '{near[0]}'?" if near else ""
         raise DataError(
             f"Catrap has no level '{text}', and no file has that path{hint} "
             f"(shipped: {', '.join(level_names())}; or give the path of a level file)"
         )
-    level = parse_level(path.read_text(encoding="utf-8", errors="replace"), path)
-    if solver.solve(level.cells) is None:
+    try:
+        drawn = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise DataError(f"{path}: this level cannot be read ({error.strerror})") from error
+    level = parse_level(drawn, path)
+    try:
+        moves = solver.solve(level.cells)
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from error
+    if moves is None:
         raise DataError(f"{path}: this level cannot be won: no sequence of moves kills all monsters")
     return level
 

@@ -17,6 +17,7 @@ from jaxreward.envs.catrap.art import BOULDER, CAT, EMPTY, FLYER, LADDER, SAND, 
 from jaxreward.errors import DataError
 
 RIGHT, LEFT, UP, DOWN, SWAP = 0, 1, 2, 3, 5
+MAX_STATES = 300_000  # of a level that is searched; more would take minutes and gigabytes
 ExpertKind = Literal["optimal", "near_optimal", "dithering"]
 
 # A state is a row of bytes: the cells under a ring of wall (so that every neighbour exists), the places
@@ -46,7 +47,7 @@ class StateGraph:
     distance: np.ndarray
 
 
-def explore(cells: np.ndarray, max_states: int = 300_000) -> StateGraph:
+def explore(cells: np.ndarray, max_states: int = MAX_STATES) -> StateGraph:
     """Finds every reachable state of a level.
 
     Args:
@@ -60,7 +61,7 @@ def explore(cells: np.ndarray, max_states: int = 300_000) -> StateGraph:
     return StateGraph(states, actions, transitions, won, _distances(transitions, won))
 
 
-def solve(cells: np.ndarray, max_states: int = 1_000_000) -> list[int] | None:
+def solve(cells: np.ndarray, max_states: int = MAX_STATES) -> list[int] | None:
     """A shortest sequence of actions that wins a level, or None if there is none.
 
     Raises:

@@ -160,8 +160,10 @@ class VideoSet:
           weights float32 [V].
 
         Raises:
-          DataError: the pictures differ in size.
+          DataError: there are no videos, or their pictures differ in size.
         """
+        if not self.videos:
+            raise DataError("a set of videos is empty; expected at least one video in it")
         first = self.videos[0]
         for video in self.videos:
             if video.frames.shape[1:] != first.frames.shape[1:]:
@@ -220,7 +222,9 @@ def read_video(path: str | os.PathLike, options: VideoOptions | None = None) -> 
     try:
         if path.stat().st_size == 0:
             raise DataError(f"{path}: the file is empty; expected a video.")
-        with av.open(str(path.absolute()), options={"format_whitelist": _DEMUXERS}) as container:
+        with av.open(
+            str(path.absolute()), options={"format_whitelist": _DEMUXERS}, metadata_errors="replace"
+        ) as container:
             if not container.streams.video:
                 raise DataError(f"{path}: no video stream was found in it.")
             stream = container.streams.video[0]

@@ -178,7 +178,7 @@ def clip_kinds(
     """Makes the clips that a good reward must tell from the expert's.
 
     Args:
-      frames: uint8 [V, S, H, W, 3] expert videos.
+      frames: uint8 [V, S, H, W, 3] expert videos; those longer than an episode lose frames evenly.
       lengths: int [V], their frames.
       max_episode_steps: the environment's time limit, which the slow and frozen clips use up.
 
@@ -190,11 +190,17 @@ def clip_kinds(
     size = max_episode_steps + 1
     clock = np.arange(size)
     last = np.minimum(lengths, size) - 1
+    pace = np.maximum(lengths - 1, 1) / np.maximum(last, 1)  # above 1 for a video longer than an episode
+
+    def at(steps: np.ndarray, video: int) -> np.ndarray:
+        return np.round(steps * pace[video]).astype(int)
+
+    videos = list(enumerate(last))
     index = {
-        "expert": [np.minimum(clock, n) for n in last],
-        "reversed": [np.maximum(n - clock, 0) for n in last],
-        "frozen": [np.minimum(clock, round(PARTIAL * n)) for n in last],
-        "slow": [np.round(clock * PARTIAL * n / (size - 1)).astype(int) for n in last],
+        "expert": [at(np.minimum(clock, n), i) for i, n in videos],
+        "reversed": [at(np.maximum(n - clock, 0), i) for i, n in videos],
+        "frozen": [at(np.minimum(clock, round(PARTIAL * n)), i) for i, n in videos],
+        "slow": [at(clock * PARTIAL * n / (size - 1), i) for i, n in videos],
     }
     full = np.full(len(lengths), size, np.int32)
     ends = {"expert": last + 1, "reversed": last + 1, "frozen": full, "slow": full}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -53,6 +54,8 @@ def interruption() -> Iterator[Callable[[], bool]]:
         if asked:
             raise KeyboardInterrupt
         asked.append(number)
+        # print would not be safe here: the signal may strike inside another print
+        os.write(2, b"\nstopping at the next safe point; once more stops at once\n")
 
     for s in former:
         signal.signal(s, note)
@@ -78,7 +81,8 @@ def act(
     """Runs updates until `config.updates`, from the last checkpoint if there is one.
 
     A checkpoint is a boundary for an environment that cannot be saved: new episodes start there in
-    every run, killed or not, so that a resumed run equals an uninterrupted one bit for bit (on CPU).
+    every run, killed or not, so that a resumed run equals an uninterrupted one bit for bit (on CPU). The
+    checkpoint that an interruption adds is a boundary that an uninterrupted run has not.
 
     Args:
       loop: the wired parts.

@@ -47,7 +47,7 @@ from jaxreward.rewards.success import Success, SuccessConfig
 from jaxreward.scorers.base import Scorer, Scores
 from jaxreward.scorers.compact_ranker import CompactRanker
 from jaxreward.scorers.vlm_ranker import VLMRankerConfig
-from jaxreward.training.act import ActConfig, act, hacking_warning
+from jaxreward.training.act import ActConfig, Interrupted, act, hacking_warning
 from jaxreward.training.loop import Loop, LoopConfig
 from jaxreward.training.plan import describe_plan
 from jaxreward.training.prepare_scorer import (
@@ -114,10 +114,10 @@ class ExperimentConfig:
 
     def __post_init__(self):
         """Checks the ranges; raises ConfigError."""
-        for field in ("seeds", "eval_episodes"):
+        for field, least in (("seed", 0), ("seeds", 1), ("eval_episodes", 1)):
             found = getattr(self, field)
-            if found < 1:
-                raise ConfigError(f"{field} is {found}; expected at least 1")
+            if found < least:
+                raise ConfigError(f"{field} is {found}; expected at least {least}")
 
 
 def run_experiment(
@@ -144,6 +144,9 @@ def run_experiment(
     try:
         check_parts(config, environment, run)
         clock.work()
+        console.print(f"run folder: {run.path}")
+        if getattr(config.env, "rom", ""):
+            console.print(f"ROM {config.env.rom}, SHA-256 {environment.host.rom_sha256}")
         if needs_scorer(config):
             scorer = prepare_scorer(config, environment, run, console, interrupted)
         reward = make_reward(config.reward, None if scorer is None else scorer.scorer)
@@ -151,6 +154,7 @@ def run_experiment(
             console.print("[yellow]This reward reads the environment's own reward or success flag.[/yellow]")
         if scorer is not None and config.preflight and scorer.clips is not None:
             preflight = run_preflight(config, environment, reward, scorer, run, console)
+        _stop_if(interrupted)
         seeds = [
             _train_seed(config, environment, reward, scorer, preflight, run, seed, console, interrupted)
             for seed in range(config.seed, config.seed + config.seeds)
@@ -338,11 +342,15 @@ def _train_seed(
             interrupted=interrupted,
         )
     records = read_metrics(folder)
+    _stop_if(interrupted)
     sampled = evaluate(environment, loop.agent, state.agent, sampled_key, episodes=config.eval_episodes)
+    _stop_if(interrupted)
     greedy = evaluate(
         environment, loop.agent, state.agent, greedy_key, episodes=config.eval_episodes, greedy=True
     )
     expert = None if preflight is None else float(preflight.rewards["expert"].mean())
+    if expert is None and isinstance(config.reward, RankThenActConfig):
+        expert = 1.0  # the most that an episode can be paid when its windows are averaged, or are one
     result = {
         "seed": seed,
         "sampled": sampled.summary(),
@@ -359,6 +367,12 @@ def _train_seed(
     result["videos"] = {name: str(pathlib.Path(path).relative_to(run.path)) for name, path in shown.items()}
     write_atomically(finished, json.dumps(result, indent=2) + "\n")
     return result
+
+
+def _stop_if(interrupted: Callable[[], bool]) -> None:
+    """Between phases, where everything so far is saved or quickly done again."""
+    if interrupted():
+        raise Interrupted
 
 
 def reward_success_correlation(records: list[dict[str, float]], k: int = 5) -> float | None:
@@ -456,9 +470,12 @@ def latest_state(config: ExperimentConfig, environment, folder: pathlib.Path):
       ModelError: the checkpoint is damaged or was made by another config.
     """
     store = CheckpointStore(folder / "checkpoints")
+    run_folder = folder if config.seeds == 1 else folder.parent
     if store.latest_step() is None:
-        raise ConfigError(f"{folder} has no checkpoint yet; train it first (--resume {folder})")
+        raise ConfigError(f"{folder} has no checkpoint yet; train it first (--resume {run_folder})")
     scorer = CompactRanker(config.model) if needs_scorer(config) else None
     loop = make_loop(config, environment, make_reward(config.reward, scorer), scorer)
-    state, metadata = store.restore(jax.eval_shape(loop.init, jax.random.key(0)))
-    return loop.agent, state.agent, metadata["update"]
+    # The agent alone: the state of another environment than the run's has other shapes.
+    agent = jax.eval_shape(loop.init, jax.random.key(0)).agent
+    state, metadata = store.restore(agent, within=".agent")
+    return loop.agent, state, metadata["update"]

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import pathlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import jax
@@ -19,7 +19,7 @@ from jaxreward.data.video import Crop, VideoOptions, VideoSet, read_folder
 from jaxreward.envs.catrap.environment import CatrapConfig
 from jaxreward.envs.catrap.levels import level_names, load_level
 from jaxreward.envs.pyboy import CartridgeConfig
-from jaxreward.errors import ConfigError
+from jaxreward.errors import ConfigError, DataError
 from jaxreward.models.frame_ranker import FrameRankerConfig
 from jaxreward.scorers.base import Scorer
 from jaxreward.scorers.chat_model import ChatModel
@@ -207,40 +207,46 @@ def read_videos(
     if videos.folders:
         found = _read(list(videos.folders), videos.weights, options, console)
         train, held_out = found.split(videos.held_out, config.seed)
-        return {"train": train, "videos": held_out, "task": held_out}
+        return _filled({"train": train, "videos": held_out, "task": held_out}, console)
     acted = _acted_levels(config.env)
     if not acted:
         return {}
     training = config.scorer == "train"
-    train_levels = (training and videos.levels) or acted
-    known = {load_level(name).name for name in train_levels}
-    held_out_levels = [n for n in videos.held_out_levels if training and load_level(n).name not in known]
-    wanted = list(dict.fromkeys((*train_levels, *held_out_levels, *acted)))
+    train_levels, acted = _different((training and videos.levels) or acted), _different(acted)
+    held_out_levels = _different((*train_levels, *videos.held_out_levels))[len(train_levels) :]
+    held_out_levels = held_out_levels if training else []
+    wanted = _different((*train_levels, *held_out_levels, *acted))
     folders = _record_demonstrations(config, wanted, run, console, interrupted)
     short = dataclasses.replace(options, min_frames=2)
-    train, held_out = _read([folders[n] for n in train_levels], (), short, console).split(
-        videos.held_out, config.seed
-    )
+
+    def of(names: Iterable[str]) -> list[pathlib.Path]:
+        return [folders[load_level(name).name] for name in names]
+
+    train, held_out = _read(of(train_levels), (), short, console).split(videos.held_out, config.seed)
     sets = {"train": train, "videos": held_out}
     if held_out_levels:
-        sets["levels"] = _read([folders[n] for n in held_out_levels], (), short, console)
-    _, sets["task"] = _read([folders[n] for n in acted], (), short, console).split(
-        videos.held_out, config.seed
-    )
-    return sets
+        sets["levels"] = _read(of(held_out_levels), (), short, console)
+    _, sets["task"] = _read(of(acted), (), short, console).split(videos.held_out, config.seed)
+    return _filled(sets, console)
 
 
 def _measure_transfer(
     config, environment, run: RunFolder, console: Console, interrupted: Callable[[], bool]
 ) -> None:
     """Trains a scorer on each level of `videos.transfer` and judges it on all; writes table and picture."""
-    names = list(dict.fromkeys(load_level(name).name for name in config.videos.transfer))
+    names = _different(config.videos.transfer)
     folders = _record_demonstrations(config, names, run, console, interrupted)
     options = dataclasses.replace(_reading(config, environment), min_frames=2)
     split = {
-        name: _read([folders[name]], (), options, console).split(config.videos.held_out, config.seed)
-        for name in names
+        name: _read([folder], (), options, console).split(config.videos.held_out, config.seed)
+        for name, folder in folders.items()
     }
+    if not all(held_out.videos for _, held_out in split.values()):
+        raise ConfigError(
+            f"videos.held_out {config.videos.held_out} of {config.videos.count} videos found, which leaves none "
+            "to judge the transfer on; raise videos.held_out or videos.count"
+        )
+    names = list(split)
     heldout = {name: Videos(*held_out.padded()) for name, (_, held_out) in split.items()}
     model = dataclasses.replace(config.model, frame_shape=tuple(environment.spec.image_shape[:2]))
     key = jax.random.fold_in(jax.random.key(config.seed), 5)
@@ -287,7 +293,7 @@ def _acted_levels(env_config) -> tuple[str, ...]:
 def _record_demonstrations(
     config, levels: list[str], run: RunFolder, console: Console, interrupted: Callable[[], bool]
 ) -> dict[str, pathlib.Path]:
-    """Records expert videos of levels into the run folder; returns each level's folder."""
+    """Records expert videos of levels into the run folder; returns the folder of each level's name."""
     started = time.perf_counter()
 
     def progress(ready: int, total: int) -> None:
@@ -296,23 +302,51 @@ def _record_demonstrations(
 
     folders, recorded = {}, 0
     for level in levels:
-        made = demonstrate(
-            DemonstrateConfig(
-                out=run.demonstrations,
-                level=level,
-                count=config.videos.count,
-                kind=config.videos.kind,
-                seed=config.seed,
-                backend="jax" if isinstance(config.env, CatrapConfig) else "cartridge",
-                max_length=config.env.max_episode_steps,
-            ),
-            progress,
+        asked = DemonstrateConfig(
+            out=run.demonstrations,
+            level=level,
+            count=config.videos.count,
+            kind=config.videos.kind,
+            seed=config.seed,
+            backend="jax" if isinstance(config.env, CatrapConfig) else "cartridge",
+            max_length=config.env.max_episode_steps,
         )
-        folders[level] = run.demonstrations / pathlib.Path(made.videos[0].file).parent
+        try:
+            made = demonstrate(asked, progress)
+        except DataError as error:
+            if level in config.videos.held_out_levels:
+                raise DataError(f"videos.held_out_levels: {error}") from error
+            raise
+        folders[load_level(level).name] = run.demonstrations / pathlib.Path(made.videos[0].file).parent
         recorded += made.recorded
     seconds = time.perf_counter() - started
     console.print(f"recorded {recorded} expert videos of {len(levels)} levels in {seconds:.1f} s")
     return folders
+
+
+def _filled(sets: dict[str, VideoSet], console: Console) -> dict[str, VideoSet]:
+    """The sets that hold videos: a single video leaves none to hold out."""
+    if not sets["task"].videos:
+        console.print("no video is held out: there is no held-out rho and no preflight")
+    return {name: videos for name, videos in sets.items() if videos.videos}
+
+
+def _different(names: Iterable[str]) -> list[str]:
+    """The names of levels, each level once.
+
+    Raises:
+      ConfigError: two different levels have one name, and their videos would share a folder.
+    """
+    found: dict[str, tuple[str, np.ndarray]] = {}
+    for name in names:
+        level = load_level(name)
+        first, cells = found.setdefault(level.name, (name, level.cells))
+        if (cells != level.cells).any():
+            raise ConfigError(
+                f"'{first}' and '{name}' are different levels with the name '{level.name}'; rename one "
+                "of the files"
+            )
+    return [name for name, _ in found.values()]
 
 
 def _reading(config, environment) -> VideoOptions:

@@ -10,6 +10,7 @@ import fcntl
 import json
 import math
 import os
+import re
 import time
 import types
 import typing
@@ -179,6 +180,8 @@ def read_config(file: str | os.PathLike, registry: Mapping[str, type]) -> tuple[
     try:
         content = json.loads(Path(file).read_text(encoding="utf-8"))
         name, config = content["name"], content["config"]
+        if not re.fullmatch(r"[\w-][\w.-]*", name):
+            raise ValueError(f"{name!r} is no name")
     except OSError as error:
         raise ConfigError(
             f"config {file}: cannot be read ({error.strerror}); expected the config.json of a run"

@@ -1,11 +1,14 @@
 """`python -m jaxreward.play` as a person meets it: it plays, writes a video, and says what is wrong."""
 
 import contextlib
+import dataclasses
 import io
 import json
 import shutil
 
 import av
+import jax
+import numpy as np
 import pytest
 
 from jaxreward import play, train
@@ -83,6 +86,19 @@ def test_plays_and_writes_a_video(run, tmp_path, capsys):
 def test_what_a_user_can_mend_is_one_line(run, capsys, arguments, words):
     assert execute(*(argument.format(run=run) for argument in arguments)) == 2
     assert_one_line(capsys, *words)
+
+
+def test_plays_in_another_environment_of_the_same_form(run, capsys):
+    """Other numbers of environments and another time limit give the training state other shapes."""
+    config = play.registry.parse("catrap:1")
+    assert (config.num_envs, config.max_episode_steps) != (4, 12)
+    _, experiment_config = play.open_run(run, play.dataclass_types(play.ExperimentConfig))
+    other = dataclasses.replace(experiment_config.env, num_envs=2, max_episode_steps=20)
+    environment = play.registry.make(other)
+    _, state, update = play.latest_state(experiment_config, environment, run)
+    assert update == 2
+    original = play.latest_state(experiment_config, play.registry.make(experiment_config.env), run)[1]
+    jax.tree.map(np.testing.assert_array_equal, state.params, original.params)
 
 
 def test_a_video_that_cannot_be_written(run, tmp_path, capsys):

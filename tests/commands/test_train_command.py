@@ -12,14 +12,16 @@ import shutil
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from rich.console import Console
 
 from jaxreward import train
 from jaxreward.checkpoints.store import CheckpointStore
 from jaxreward.command_line import run_command
 from jaxreward.configs import CONFIGS
 from jaxreward.data.video import encode_video
+from jaxreward.envs import registry
 from jaxreward.envs.catrap import art, levels
-from jaxreward.training import experiment, prepare_scorer
+from jaxreward.training import experiment, prepare_scorer, run_folder
 
 TINY = (
     "--rank.steps=2 --rank.evaluate-every=1 --rank.batch-size=4 --rank.epochs=1 --rank.evaluation-clips=8 "
@@ -221,6 +223,13 @@ def test_list_and_help(capsys):
             ["--videos DIR"],
         ),
         (["--config", "catrap_rta", "--env.workers", "9999"], ["workers is 9999"]),
+        (["--config", "catrap_jax_rta", "--videos", "--seed", "1"], ["--videos needs"]),
+        (["--config", "catrap_jax_rta", "--json=false"], ["--json takes no value", "false"]),
+        (["--config", "catrap_jax_rta", "--env", "gymnasium:"], ["gymnasium:", "a name"]),
+        (["--config", "catrap_jax_rta", "--seed", "-1"], ["seed is -1"]),
+        (["--config", "x" * 300], ["there is no config", "--list"]),
+        (["--config", "catrap_jax_rta", "--env.level", "y" * 300], ["no level"]),
+        (["--config", "catrap_jax_rta", "--videos.transfer", "02", "97"], ["'97'"]),
         (["--config", "catrap_rta", "--env.rom", "nowhere.gb"], ["nowhere.gb", "cannot be read"]),
     ],
 )
@@ -261,6 +270,43 @@ def test_a_level_that_cannot_be_won(tmp_path, capsys, no_long_work):
         assert execute("--config", config, "--env.level", path, "--runs", tmp_path / "runs") == 2
         assert_one_line(capsys, "hopeless.txt", "cannot be won")
     assert not list((tmp_path / "runs").iterdir())
+
+
+def test_two_levels_of_one_name(tmp_path, capsys, no_long_work):
+    for folder, shipped in (("a", "02"), ("b", "03")):
+        (tmp_path / folder).mkdir()
+        drawn = levels.draw_level(levels.load_level(shipped).cells)
+        (tmp_path / folder / "mine.txt").write_text(drawn)
+    both = f"{tmp_path / 'a' / 'mine.txt'},{tmp_path / 'b' / 'mine.txt'}"
+    assert execute("--config=catrap_jax_rta", "--env.level", both, "--runs", tmp_path / "runs") == 2
+    assert_one_line(capsys, "different levels with the name 'mine'")
+
+
+def test_a_single_video_leaves_none_to_hold_out(tmp_path):
+    frames = np.zeros((9, 36, 40, 3), np.uint8) + np.arange(9, dtype=np.uint8)[:, None, None, None] * 20
+    (tmp_path / "videos").mkdir()
+    (tmp_path / "videos" / "one.mp4").write_bytes(encode_video(frames, 10))
+    config = CONFIGS["catrap_jax_rta"]
+    videos = dataclasses.replace(config.videos, folders=(str(tmp_path / "videos"),))
+    rank = dataclasses.replace(config.rank, clips=dataclasses.replace(config.rank.clips, length=8))
+    config = dataclasses.replace(config, videos=videos, rank=rank)
+    run = run_folder.create(tmp_path / "runs", "tiny", config)
+    console = Console(file=io.StringIO())
+    environment = registry.make(config.env)
+    sets = prepare_scorer.read_videos(config, environment, run, console, lambda: False)
+    assert set(sets) == {"train"}
+    assert "no video is held out" in console.file.getvalue()
+
+
+def test_paths_become_absolute_and_names_stay(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.txt").write_text("a level")
+    (tmp_path / "02").write_text("not a level")
+    base = CONFIGS["catrap_jax_rta"]
+    config = dataclasses.replace(base, env=dataclasses.replace(base.env, level="mine.txt, 02"))
+    found = train.with_absolute_paths(config)
+    assert found.env.level == f"{tmp_path / 'mine.txt'},02"
+    assert found.scorer == "train"
 
 
 def test_a_rom_that_is_none(tmp_path, capsys, no_long_work):

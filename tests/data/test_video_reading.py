@@ -243,6 +243,20 @@ def test_file_without_video_stream(tmp_path):
         read_video(tmp_path / "sound.mp4")
 
 
+def test_a_title_in_another_encoding_than_utf_8(tmp_path):
+    frames = noise()
+    path = tmp_path / "film.mkv"
+    with av.open(str(path), "w", format="matroska") as container:
+        container.metadata["title"] = "Cafe Mueller"
+        stream = container.add_stream("ffv1", rate=10)
+        stream.width, stream.height, stream.pix_fmt = frames.shape[2], frames.shape[1], "bgr0"
+        for frame in frames:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        container.mux(stream.encode())
+    path.write_bytes(path.read_bytes().replace(b"Cafe Mueller", b"Caf\xe9 M\xfcller "))
+    assert len(read_video(path).frames) == len(frames)
+
+
 def test_duplicates_are_dropped_and_counted(tmp_path):
     scenes = noise(4)
     order = [0, 0, 0, 1, 2, 2, 1, 3, 3]

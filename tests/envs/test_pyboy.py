@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxreward.envs import workers
 from jaxreward.envs.base import Environment
 from jaxreward.envs.catrap import art, levels, rules, solver
 from jaxreward.envs.catrap.cartridge import ROM, build
@@ -180,11 +181,32 @@ def test_a_killed_worker_is_reported_and_the_others_end():
 def test_an_exception_in_a_worker_surfaces_with_its_cause(tmp_path):
     state = tmp_path / "level.state"
     state.write_bytes(b"not a save state")
-    host = EmulatorVectorEnvironment(
-        CartridgeConfig(num_envs=2, workers=1, rom=str(ROM), save_state=str(state))
-    )
+    config = CartridgeConfig(num_envs=2, workers=1, rom=str(ROM), save_state=str(state))
     with pytest.raises(SimulatorError, match=r"environments 0 .. 1: the save state does not fit .*catrap.gb"):
-        host.reset(np.arange(2, dtype=np.int32), np.zeros(2, np.uint32))
+        EmulatorVectorEnvironment(config)
+
+
+def test_blocks_end_one_after_another_whatever_happens():
+    ended = []
+
+    class Stubborn:
+        def end(self):
+            ended.append(self)
+            raise SimulatorError("it does not end")
+
+    members = [Stubborn(), Stubborn()]
+    with pytest.raises(SimulatorError):
+        workers.end_all(members)
+    assert ended == members
+
+
+def test_a_pool_that_nobody_closed_says_nothing_at_exit():
+    script = (
+        "from jaxreward.envs.pyboy import CartridgeConfig, EmulatorVectorEnvironment\n"
+        "kept = EmulatorVectorEnvironment(CartridgeConfig(num_envs=1, workers=0))"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 SCRIPT = """
