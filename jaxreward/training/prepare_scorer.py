@@ -243,8 +243,8 @@ def _measure_transfer(
     }
     if not all(held_out.videos for _, held_out in split.values()):
         raise ConfigError(
-            f"videos.held_out {config.videos.held_out} of {config.videos.count} videos found, which leaves none "
-            "to judge the transfer on; raise videos.held_out or videos.count"
+            f"videos.held_out {config.videos.held_out} of {config.videos.count} videos found, which leaves "
+            "none to judge the transfer on; raise videos.held_out or videos.count"
         )
     names = list(split)
     heldout = {name: Videos(*held_out.padded()) for name, (_, held_out) in split.items()}
