@@ -41,7 +41,8 @@ def learning_curve(runs: dict[str, list[dict[str, float]]]) -> bytes:
         for name, style in (("return_on_wins", ":"), ("return_on_failures", "--")):
             reward.plot(steps, _series(rows, name), style, color=line.get_color(), alpha=0.6, linewidth=1)
     success.set(xlabel="environment steps", ylabel="success of training episodes", ylim=(-0.03, 1.03))
-    reward.set(xlabel="environment steps", ylabel="episode reward (dotted: wins, dashed: failures)")
+    reward.set(xlabel="environment steps", ylabel="episode reward")
+    reward.set_title("dotted: of wins, dashed: of failures", fontsize="medium")
     for axes in (success, reward):
         axes.grid(alpha=0.3)
     if len(runs) > 1:
