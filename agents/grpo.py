@@ -143,6 +143,8 @@ def kl_estimate(log_probs: Array, reference_log_probs: Array, where: Array) -> A
       float32 [...] in nats per token.
     """
     difference = jax.lax.stop_gradient(reference_log_probs) - log_probs
+    # Bounded before both uses: else the gradient would change its sign beyond the bound of `_exp`.
+    difference = jnp.minimum(difference, _LOG_RATIO_LIMIT)
     return _token_mean(_exp(difference) - difference - 1.0, where)
 
 

@@ -434,7 +434,8 @@ def ppo_loss(
       estimates KL(π_old, π) (Schulman, 2020).
     """
     log_ratio = policy.log_prob(batch.choice) - batch.log_prob
-    ratio = jnp.exp(log_ratio)
+    # Far beyond any clip range, and short of an infinity that would turn all gradients into NaN.
+    ratio = jnp.exp(jnp.clip(log_ratio, -20.0, 20.0))
     clipped = jnp.clip(ratio, 1.0 - settings.clip, 1.0 + settings.clip)
     policy_loss = -jnp.mean(jnp.minimum(ratio * batch.advantage, clipped * batch.advantage))
     squared_error = jnp.square(value - batch.target)

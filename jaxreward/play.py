@@ -105,10 +105,12 @@ def play(options: PlayConfig, console: Console) -> dict[str, object]:
     finally:
         if not environment.on_device:
             environment.close()
-    low, high = summary["success_interval"]
+    interval = "(all alike)"
+    if summary["success_interval"] is not None:
+        interval = "[{:.3f}, {:.3f}]".format(*summary["success_interval"])
     console.print(
         f"{summary['episodes']} episodes of the policy after update {update}: success "
-        f"{summary['success_rate']:.3f} [{low:.3f}, {high:.3f}], length {summary['length']:.1f}, "
+        f"{summary['success_rate']:.3f} {interval}, length {summary['length']:.1f}, "
         f"environment return {summary['env_return']:.2f}"
     )
     return summary

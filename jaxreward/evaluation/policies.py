@@ -44,6 +44,8 @@ class Episode:
       env_return: sum of the environment's own reward.
       actions: [length, ...] what was done.
       frames: pytree of [length + 1, ...] compact frames, the first and the final one included.
+      env_rewards: float32 [length], the environment's own reward of each step.
+      reached: bool [length], whether the step reached the goal.
     """
 
     success: bool
@@ -51,6 +53,8 @@ class Episode:
     env_return: float
     actions: np.ndarray
     frames: PyTree
+    env_rewards: np.ndarray
+    reached: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,13 +80,19 @@ class Evaluation:
         return self.successes / len(self.episodes)
 
     def summary(self) -> dict[str, object]:
-        """The numbers that a run reports: rate, 95 % Wilson interval, pass@5, length and return."""
+        """The numbers that a run reports: rate, 95 % Wilson interval, pass@5, length and return.
+
+        A greedy policy that plays the same actions in every episode has been tried once: it has neither an
+        interval nor a pass@5 (None).
+        """
         count = len(self.episodes)
+        once = self.greedy and len({e.actions.tobytes() for e in self.episodes}) == 1
+        interval = [float(x) for x in wilson_interval(self.successes, count)]
         return {
             "episodes": count,
             "success_rate": self.success_rate,
-            "success_interval": [float(x) for x in wilson_interval(self.successes, count)],
-            "pass_at_5": pass_at_k(count, self.successes, 5) if count >= 5 else None,
+            "success_interval": None if once else interval,
+            "pass_at_5": None if once or count < 5 else pass_at_k(count, self.successes, 5),
             "length": float(np.mean([e.length for e in self.episodes])),
             "env_return": float(np.mean([e.env_return for e in self.episodes])),
         }
@@ -157,6 +167,8 @@ def _cut(steps, actions, before, b: int, start: int, end: int) -> Episode:
         env_return=float(steps.env_reward[start : end + 1, b].sum()),
         actions=actions[start : end + 1, b],
         frames=frames,
+        env_rewards=steps.env_reward[start : end + 1, b],
+        reached=steps.info["success"][start : end + 1, b],
     )
 
 

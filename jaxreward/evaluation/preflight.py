@@ -71,12 +71,16 @@ class PictureFrames:
 PICTURES = PictureFrames()
 
 
-def clip_rollout(frames: PyTree, lengths: Array) -> Rollout:
+def clip_rollout(
+    frames: PyTree, lengths: Array, env_rewards: Array | None = None, reached: Array | None = None
+) -> Rollout:
     """Lays clips out as one rollout in which each environment plays one episode.
 
     Args:
       frames: [V, S, ...] compact frames or pictures, S the longest.
       lengths: int32 [V], frames of each clip (at least 2).
+      env_rewards: float32 [S - 1, V], the environment's own reward; None: zeros.
+      reached: bool [S - 1, V], the steps that reached the goal; None: none.
 
     Returns:
       A rollout of S - 1 steps of V environments; what follows a clip's end is a frozen second episode.
@@ -87,9 +91,11 @@ def clip_rollout(frames: PyTree, lengths: Array) -> Rollout:
     last = lengths[None] - 1
     done = after == last
     zeros = jnp.zeros((steps, count), jnp.float32)
+    env_rewards = zeros if env_rewards is None else jnp.asarray(env_rewards)
+    reached = zeros > 0 if reached is None else jnp.asarray(reached)
     following = jax.tree.map(lambda x: x[1:], by_time)
 
-    def make(frame, first, episode_step, reward, terminated):
+    def make(frame, first, episode_step, reward, terminated, reached):
         return TimeStep(
             observation=frame,
             frame=frame,
@@ -100,15 +106,16 @@ def clip_rollout(frames: PyTree, lengths: Array) -> Rollout:
             env_reward=reward,
             terminated=terminated,
             truncated=jnp.zeros_like(terminated),
-            info={"success": jnp.zeros_like(terminated)},
+            info={"success": reached},
         )
 
     nothing = jnp.zeros(count, bool)
-    start = make(jax.tree.map(lambda x: x[0], by_time), ~nothing, jnp.zeros(count), zeros[0], nothing)
-    step = jnp.where(after >= last, after - last, after)
-    return Rollout(
-        start, (), jnp.zeros((steps, count), jnp.int32), make(following, done, step, zeros, done), {}
+    start = make(
+        jax.tree.map(lambda x: x[0], by_time), ~nothing, jnp.zeros(count), zeros[0], nothing, nothing
     )
+    step = jnp.where(after >= last, after - last, after)
+    steps_taken = make(following, done, step, env_rewards, done, reached)
+    return Rollout(start, (), jnp.zeros((steps, count), jnp.int32), steps_taken, {})
 
 
 def episode_rewards(
@@ -120,7 +127,8 @@ def episode_rewards(
     lengths: Array,
     key: Array,
     *,
-    task: str = "",
+    env_rewards: np.ndarray | None = None,
+    reached: np.ndarray | None = None,
     render_with=None,
     chunk: int = 32,
 ) -> np.ndarray:
@@ -134,7 +142,8 @@ def episode_rewards(
       frames: [V, S, ...] pictures uint8 [V, S, H, W, 3], or compact frames with `render_with`.
       lengths: int32 [V], frames of each episode.
       key: a typed key.
-      task: the task sentence.
+      env_rewards: float32 [S - 1, V], the environment's own reward, for rewards that read it.
+      reached: bool [S - 1, V], the steps that reached the goal, for rewards that read it.
       render_with: the environment that renders compact frames.
       chunk: queries in one call of the scorer.
 
@@ -144,24 +153,26 @@ def episode_rewards(
     lengths = jnp.asarray(lengths)
     renderer = render_with or PICTURES
     if scorer is None or scorer.jittable:
-        pay = _jitted_pay(reward, scorer, renderer, task, chunk)
+        pay = _jitted_pay(reward, scorer, renderer, chunk)
     else:
-        pay = functools.partial(_pay, reward, scorer, renderer, task, chunk)
-    return np.asarray(pay(params, context, frames, lengths, key))
+        pay = functools.partial(_pay, reward, scorer, renderer, chunk)
+    return np.asarray(pay(params, context, frames, lengths, key, env_rewards, reached))
 
 
 @functools.lru_cache(maxsize=8)  # clips of one shape are paid by one program, whatever their kind
-def _jitted_pay(reward, scorer, renderer, task: str, chunk: int):
-    return jax.jit(functools.partial(_pay, reward, scorer, renderer, task, chunk))
+def _jitted_pay(reward, scorer, renderer, chunk: int):
+    return jax.jit(functools.partial(_pay, reward, scorer, renderer, chunk))
 
 
-def _pay(reward, scorer, renderer, task, chunk, params, context, frames, lengths, key) -> Array:
-    """`episode_rewards` as a pure function of its last five arguments."""
+def _pay(
+    reward, scorer, renderer, chunk, params, context, frames, lengths, key, env_rewards, reached
+) -> Array:
+    """`episode_rewards` as a pure function of its last seven arguments."""
     count, size = jax.tree.leaves(frames)[0].shape[:2]
     frame_spec = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), frames)
-    spec = EnvironmentSpec(count, size - 1, task, frame_spec, frame_spec, (0, 0, 3), None)
+    spec = EnvironmentSpec(count, size - 1, "", frame_spec, frame_spec, (0, 0, 3), None)
     init_key, propose_key, score_key, settle_key = jax.random.split(key, 4)
-    rollout = clip_rollout(frames, lengths)
+    rollout = clip_rollout(frames, lengths, env_rewards, reached)
     state, queries = reward.propose(reward.init(init_key, spec), rollout, propose_key)
     scores = None
     if queries is not None:

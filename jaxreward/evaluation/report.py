@@ -1,4 +1,4 @@
-"""report.html: one self-contained page about a finished run."""
+"""report.html: one page about a finished run; videos and pictures lie beside it."""
 
 from __future__ import annotations
 
@@ -118,6 +118,8 @@ def write_report(run, config_json: Any, summary: dict[str, Any], preflight) -> N
 
 
 def _rate(summary: dict[str, Any]) -> str:
+    if summary["success_interval"] is None:
+        return f"{summary['success_rate']:.3f}"
     low, high = summary["success_interval"]
     return f"{summary['success_rate']:.3f} [{low:.3f}, {high:.3f}]"
 

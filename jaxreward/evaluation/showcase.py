@@ -59,11 +59,18 @@ def best_paid(
 
 def reward_episodes(environment, reward, scorer, episodes: list[Episode], key: Array) -> list[np.ndarray]:
     """The reward of every step of each episode: a float32 [length] for each."""
-    if not reward.needs_scorer:
-        return [np.zeros(e.length, np.float32) for e in episodes]
-    frames, lengths = pad_frames(episodes, environment.spec.max_episode_steps)
+    steps = environment.spec.max_episode_steps
+    frames, lengths = pad_frames(episodes, steps)
+    judge = (None, None, None) if scorer is None else (scorer.scorer, scorer.params, scorer.context)
     paid = episode_rewards(
-        reward, scorer.scorer, scorer.params, scorer.context, frames, lengths, key, render_with=environment
+        reward,
+        *judge,
+        frames,
+        lengths,
+        key,
+        env_rewards=np.stack([np.pad(e.env_rewards, (0, steps - e.length)) for e in episodes], axis=1),
+        reached=np.stack([np.pad(e.reached, (0, steps - e.length)) for e in episodes], axis=1),
+        render_with=environment,
     )
     return [paid[: e.length, i] for i, e in enumerate(episodes)]
 

@@ -1,1 +1,1 @@
-"""Rewards: one file per reward; base.py holds the protocol and the combinators."""
+"""Rewards: one file per reward; base.py holds the protocol and what rewards share."""

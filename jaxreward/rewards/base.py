@@ -72,7 +72,7 @@ class Reward(Protocol):
 
 
 class FrozenReward:
-    """Defaults for rewards that ask no scorer and never learn."""
+    """Defaults for rewards that never learn; to ask a scorer, override `needs_scorer` and `propose`."""
 
     needs_scorer = False
     uses_env_reward = False

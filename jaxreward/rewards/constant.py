@@ -8,7 +8,7 @@ from typing import Literal
 import jax.numpy as jnp
 
 from jaxreward.rewards.base import STREAM, FrozenReward
-from jaxreward.types import Array, PyTree, Rollout
+from jaxreward.types import Array, EnvironmentSpec, PyTree, Rollout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,9 +31,14 @@ class Constant(FrozenReward):
         """Binds the settings."""
         self.config = config
 
+    def init(self, key: Array, spec: EnvironmentSpec) -> PyTree:
+        """`value` as data, float32 [], so that runs can be vmapped over it."""
+        del key, spec
+        return jnp.float32(self.config.value)
+
     def settle(self, state: PyTree, rollout: Rollout, queries, scores, key: Array):
         """({'reward': float32 [T, B]}: `value` on the chosen steps)."""
         del queries, scores, key
         done = rollout.timestep.done
         paid = done if self.config.when == "end" else jnp.ones_like(done)
-        return state, {STREAM: self.config.value * paid.astype(jnp.float32)}, {}
+        return state, {STREAM: state * paid.astype(jnp.float32)}, {}

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax.numpy as jnp
+
 from jaxreward.rewards.base import STREAM, FrozenReward
-from jaxreward.types import Array, PyTree, Rollout
+from jaxreward.types import Array, EnvironmentSpec, PyTree, Rollout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +30,12 @@ class EnvironmentReward(FrozenReward):
         """Binds the settings."""
         self.config = config
 
+    def init(self, key: Array, spec: EnvironmentSpec) -> PyTree:
+        """`scale` as data, float32 [], so that runs can be vmapped over it."""
+        del key, spec
+        return jnp.float32(self.config.scale)
+
     def settle(self, state: PyTree, rollout: Rollout, queries, scores, key: Array):
         """({'reward': float32 [T, B]}: `scale` times the environment's reward)."""
         del queries, scores, key
-        return state, {STREAM: self.config.scale * rollout.timestep.env_reward}, {}
+        return state, {STREAM: state * rollout.timestep.env_reward}, {}

@@ -33,7 +33,8 @@ class RankThenActConfig:
       window: m, frames in a window, the anchor included.
       frequency: N, steps between queries.
       frames: frames sampled from an episode in mode 'episode', the anchor included.
-      shuffles: L, how many shufflings of a window are averaged.
+      shuffles: L, how many shufflings of a window are averaged; for a scorer whose values do not depend on
+        the order in which it is shown frames, only random ties are drawn L times.
       ties: how equal values are ranked: 'random' is the paper's rule, 'expected' its exact expectation.
       aggregate: 'sum' of the windows of an episode (the paper), or their 'mean': a sum pays for
         dawdling, since a longer episode has more windows.
@@ -59,7 +60,7 @@ class RankThenActConfig:
 class Settings:
     """Numeric settings as data, so that one trace serves every value."""
 
-    window: Array  # int32 []
+    window: Array  # int32 [], at most the config's, which is the static size of a query
     frequency: Array  # int32 []
 
 

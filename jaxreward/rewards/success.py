@@ -7,7 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from jaxreward.rewards.base import STREAM, FrozenReward
-from jaxreward.types import Array, PyTree, Rollout
+from jaxreward.types import Array, EnvironmentSpec, PyTree, Rollout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,8 +30,13 @@ class Success(FrozenReward):
         """Binds the settings."""
         self.config = config
 
+    def init(self, key: Array, spec: EnvironmentSpec) -> PyTree:
+        """`value` as data, float32 [], so that runs can be vmapped over it."""
+        del key, spec
+        return jnp.float32(self.config.value)
+
     def settle(self, state: PyTree, rollout: Rollout, queries, scores, key: Array):
         """({'reward': float32 [T, B]}: `value` where `info['success']`, otherwise 0)."""
         del queries, scores, key
         reached = rollout.timestep.info["success"].astype(jnp.float32)
-        return state, {STREAM: self.config.value * reached}, {}
+        return state, {STREAM: state * reached}, {}

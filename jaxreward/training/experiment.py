@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import pathlib
 import resource
@@ -49,7 +50,7 @@ from jaxreward.scorers.compact_ranker import CompactRanker
 from jaxreward.scorers.vlm_ranker import VLMRankerConfig
 from jaxreward.training.act import ActConfig, Interrupted, act, hacking_warning
 from jaxreward.training.loop import Loop, LoopConfig
-from jaxreward.training.plan import describe_plan
+from jaxreward.training.plan import announce, describe_plan
 from jaxreward.training.prepare_scorer import (
     PreparedScorer,
     VideoConfig,
@@ -66,6 +67,7 @@ REWARDS = {
     EnvironmentRewardConfig: EnvironmentReward,
     ConstantConfig: Constant,
 }
+PREFLIGHT_CHUNK = 32  # queries in one call of the scorer, unless `loop.score_chunk` is less
 RewardConfig = RankThenActConfig | SuccessConfig | EnvironmentRewardConfig | ConstantConfig
 EnvironmentConfig = CatrapConfig | CartridgeConfig | GymnaxConfig | BraxConfig | GymnasiumConfig
 
@@ -145,6 +147,7 @@ def run_experiment(
         check_parts(config, environment, run)
         clock.work()
         console.print(f"run folder: {run.path}")
+        announce(config, environment, run, console)
         if getattr(config.env, "rom", ""):
             console.print(f"ROM {config.env.rom}, SHA-256 {environment.host.rom_sha256}")
         if needs_scorer(config):
@@ -267,7 +270,14 @@ def run_preflight(
         clip_kinds(frames, lengths, spec.max_episode_steps).items()
     ):
         rewards[kind] = episode_rewards(
-            reward, scorer.scorer, scorer.params, scorer.context, clip, ends, jax.random.fold_in(key, number)
+            reward,
+            scorer.scorer,
+            scorer.params,
+            scorer.context,
+            clip,
+            ends,
+            jax.random.fold_in(key, number),
+            chunk=min(config.loop.score_chunk, PREFLIGHT_CHUNK),
         ).sum(0)
     played = evaluate(environment, UniformRandom(spec), (), random_key, episodes=len(lengths)).episodes
     clip, ends = pad_frames(played[: max(len(lengths), 1)], spec.max_episode_steps)
@@ -280,6 +290,7 @@ def run_preflight(
         ends,
         jax.random.fold_in(key, len(rewards)),
         render_with=environment,
+        chunk=min(config.loop.score_chunk, PREFLIGHT_CHUNK),
     ).sum(0)
     result = PreflightResult(rewards)
     table = Table(title="Preflight: reward of an episode", title_justify="left")
@@ -316,7 +327,9 @@ def _train_seed(
     params, context = (None, None) if scorer is None else (scorer.params, scorer.context)
     loop = make_loop(config, environment, reward, None if scorer is None else scorer.scorer)
     store = CheckpointStore(folder / "checkpoints", config.act.keep_checkpoints)
-    describe_plan(config, loop, params, context, console, seed=seed, done=store.latest_step() or 0)
+    done = store.latest_step() or 0
+    if done < config.act.updates:
+        describe_plan(config, loop, params, context, console, seed=seed, done=done)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -349,14 +362,14 @@ def _train_seed(
         environment, loop.agent, state.agent, greedy_key, episodes=config.eval_episodes, greedy=True
     )
     expert = None if preflight is None else float(preflight.rewards["expert"].mean())
-    if expert is None and isinstance(config.reward, RankThenActConfig):
-        expert = 1.0  # the most that an episode can be paid when its windows are averaged, or are one
+    if expert is None:
+        expert = _most_paid(config.reward)
     result = {
         "seed": seed,
         "sampled": sampled.summary(),
         "greedy": greedy.summary(),
         "env_steps": config.act.updates * loop.steps_per_update,
-        "train_seconds": records[-1]["seconds"],
+        "train_seconds": float(store.read_metadata()["seconds"]),
         "phase_seconds": _phase_totals(records),
         "return_pass_at_5_pearson": reward_success_correlation(records),
         "hacking": None if expert is None else hacking_warning(records, expert),
@@ -367,6 +380,12 @@ def _train_seed(
     result["videos"] = {name: str(pathlib.Path(path).relative_to(run.path)) for name, path in shown.items()}
     write_atomically(finished, json.dumps(result, indent=2) + "\n")
     return result
+
+
+def _most_paid(config: RewardConfig) -> float | None:
+    """The most that an episode can be paid, for rewards that are a single correlation or a mean of some."""
+    ranks = isinstance(config, RankThenActConfig)
+    return 1.0 if ranks and (config.mode == "episode" or config.aggregate == "mean") else None
 
 
 def _stop_if(interrupted: Callable[[], bool]) -> None:
@@ -393,7 +412,7 @@ def reward_success_correlation(records: list[dict[str, float]], k: int = 5) -> f
 
 def _phase_totals(records: list[dict[str, float]]) -> dict[str, float]:
     """Wall seconds by phase, summed over updates; empty for a fused run, which has no phases."""
-    names = [name for name in records[-1] if name.startswith("seconds/")]
+    names = [name for name in (records[-1] if records else ()) if name.startswith("seconds/")]
     return {name.removeprefix("seconds/"): sum(r[name] for r in records) for name in names}
 
 
@@ -473,9 +492,8 @@ def latest_state(config: ExperimentConfig, environment, folder: pathlib.Path):
     run_folder = folder if config.seeds == 1 else folder.parent
     if store.latest_step() is None:
         raise ConfigError(f"{folder} has no checkpoint yet; train it first (--resume {run_folder})")
-    scorer = CompactRanker(config.model) if needs_scorer(config) else None
-    loop = make_loop(config, environment, make_reward(config.reward, scorer), scorer)
     # The agent alone: the state of another environment than the run's has other shapes.
-    agent = jax.eval_shape(loop.init, jax.random.key(0)).agent
-    state, metadata = store.restore(agent, within=".agent")
-    return loop.agent, state, metadata["update"]
+    agent = PPO(config.agent)
+    begin = functools.partial(agent.init, spec=environment.spec, total_updates=config.act.updates)
+    state, metadata = store.restore(jax.eval_shape(begin, jax.random.key(0)), within=".agent")
+    return agent, state, metadata["update"]

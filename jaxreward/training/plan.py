@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import jax
@@ -9,6 +10,31 @@ from rich.console import Console
 
 from jaxreward.training.loop import Loop
 from jaxreward.types import PyTree
+
+
+def announce(config, environment, run, console: Console) -> None:
+    """Prints what a run will do, as far as it is known before anything has been measured.
+
+    Args:
+      config: an ExperimentConfig.
+      environment: its environment.
+      run: its RunFolder.
+      console: where to print.
+    """
+    steps = config.act.updates * config.loop.rollout_length * environment.spec.num_envs
+    ready = (run.path / "scorer").exists()
+    if config.scorer == "train" and not ready:
+        rank, clips = config.rank, config.rank.clips
+        console.print(
+            f"to do: Stage 1, {rank.steps} steps of {rank.batch_size} clips of {clips.length} frames; "
+            f"Stage 2, {config.seeds} x {steps:,} environment steps; 2 evaluations of {config.eval_episodes} "
+            "episodes each"
+        )
+    else:
+        console.print(
+            f"to do: {config.seeds} x {steps:,} environment steps; 2 evaluations of {config.eval_episodes} "
+            "episodes each"
+        )
 
 
 def describe_plan(
@@ -39,7 +65,7 @@ def describe_plan(
     each = time.perf_counter() - started
     queries = int(metrics.get("reward/queries", 0))
     frame_bytes = sum(
-        x.dtype.itemsize * int(_size(x.shape)) for x in jax.tree.leaves((spec.frame, spec.observation))
+        x.dtype.itemsize * math.prod(x.shape) for x in jax.tree.leaves((spec.frame, spec.observation))
     )
     rollout = 2 * frame_bytes * loop.steps_per_update
     left = updates - done
@@ -52,10 +78,3 @@ def describe_plan(
         f"\n  time: about {left * each:.0f} s ({each:.2f} s an update, after {max(first - each, 0):.0f} s of "
         f"compilation); memory: {(memory + 2 * rollout) / 1e6:.0f} MB of states and rollouts"
     )
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    total = 1
-    for n in shape:
-        total *= n
-    return total

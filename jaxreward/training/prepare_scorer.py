@@ -199,8 +199,9 @@ def read_videos(
     """Reads (or first generates) the experiment's videos.
 
     Returns:
-      Sets by name: 'train', 'videos' (held out, of the same folders), 'levels' (of held-out levels) and
-      'task' (held out, of the task that is acted on); empty if there are no videos at all.
+      Sets by name: 'train', 'videos' (held out, of the same folders), 'levels' (of held-out levels), 'level
+      NAME' (of each of them) and 'task' (held out, of the task that is acted on; of all folders where folders
+      are given); without those that are empty.
     """
     videos = config.videos
     options = _reading(config, environment)
@@ -213,8 +214,9 @@ def read_videos(
         return {}
     training = config.scorer == "train"
     train_levels, acted = _different((training and videos.levels) or acted), _different(acted)
-    held_out_levels = _different((*train_levels, *videos.held_out_levels))[len(train_levels) :]
-    held_out_levels = held_out_levels if training else []
+    held_out_levels = []
+    if training:
+        held_out_levels = _different((*train_levels, *videos.held_out_levels))[len(train_levels) :]
     wanted = _different((*train_levels, *held_out_levels, *acted))
     folders = _record_demonstrations(config, wanted, run, console, interrupted)
     short = dataclasses.replace(options, min_frames=2)
@@ -226,6 +228,8 @@ def read_videos(
     sets = {"train": train, "videos": held_out}
     if held_out_levels:
         sets["levels"] = _read(of(held_out_levels), (), short, console)
+        for name in held_out_levels:
+            sets[f"level {load_level(name).name}"] = _read(of([name]), (), short, console)
     _, sets["task"] = _read(of(acted), (), short, console).split(videos.held_out, config.seed)
     return _filled(sets, console)
 
@@ -249,7 +253,7 @@ def _measure_transfer(
     names = list(split)
     heldout = {name: Videos(*held_out.padded()) for name, (_, held_out) in split.items()}
     model = dataclasses.replace(config.model, frame_shape=tuple(environment.spec.image_shape[:2]))
-    key = jax.random.fold_in(jax.random.key(config.seed), 5)
+    train_key, key = jax.random.split(jax.random.fold_in(jax.random.key(config.seed), 5))
     scorers = {}
 
     def callback(state: RankState, record: dict[str, float]) -> None:
@@ -258,15 +262,12 @@ def _measure_transfer(
 
     for number, name in enumerate(names):
         console.print(f"transfer: Stage 1 on level {name}, {number + 1} of {len(names)}")
-        result = train_ranker(
-            config.rank,
-            model,
-            Videos(*split[name][0].padded()),
-            {},
-            jax.random.fold_in(key, number),
-            callback,
-        )
-        scorers[name] = (CompactRanker(model), result.params)
+        kept = run.path / "transfer" / name
+        if not (kept / "scorer.json").exists():
+            train, own_key = Videos(*split[name][0].padded()), jax.random.fold_in(train_key, number)
+            result = train_ranker(config.rank, model, train, {}, own_key, callback)
+            save_scorer(kept, model, result.params, {"level": name, "seed": config.seed})
+        scorers[name] = (CompactRanker(model), load_scorer(kept)[1])
     matrix = transfer_matrix(
         scorers, heldout, key, clips=config.rank.evaluation_clips, clip_config=config.rank.clips
     )
@@ -378,7 +379,7 @@ def _train(config, image_shape, sets, run: RunFolder, console: Console, interrup
     model: FrameRankerConfig = dataclasses.replace(config.model, frame_shape=tuple(image_shape[:2]))
     store = CheckpointStore(run.checkpoints / "rank", keep=1)
     train = Videos(*sets["train"].padded())
-    heldout = {name: Videos(*sets[name].padded()) for name in ("videos", "levels") if name in sets}
+    heldout = {name: Videos(*sets[name].padded()) for name in sets if name not in ("train", "task")}
     count = len(sets["train"].videos)
     init_key, train_key = jax.random.split(jax.random.fold_in(jax.random.key(config.seed), 4))
     state = None

@@ -59,9 +59,9 @@ class RankConfig:
       clip: the ratio's clipping parameter (GRPO).
       divide_by_std: divide advantages by the group's standard deviation (GRPO).
       kl_reference: the policy that the KL is measured against (GRPO). 'previous', the policy before each
-        step, makes the KL a trust region. 'initial' keeps a pretrained model near what it was; a network
-        that starts from random weights must leave them, since from a uniform to a sharp ranking of 14
-        frames there are 1.8 nats per frame.
+        step, makes the KL a trust region (with one epoch it is always 0). 'initial' keeps a pretrained model
+        near what it was; a network that starts from random weights must leave them, since from a uniform to
+        a sharp ranking of 14 frames there are 1.8 nats per frame.
       kl_coefficient: initial weight of the KL; 0 turns it off (GRPO).
       kl_target: nats per ranked frame to which the weight adapts (RTA A.4: 0.1); None keeps the weight.
       softness: temperature of the sigmoid soft ranks, in logits ('soft_spearman').
@@ -408,7 +408,7 @@ def _supervised_objective(config: RankConfig, logits_of: Callable, clips: Clips)
 
 
 def _pairwise_loss(logits: Array, position: Array, where: Array) -> Array:
-    """Mean of log(1 + exp(score of the earlier - score of the later)) over the pairs of each clip."""
+    """Mean of log(1 + exp(score of the earlier - score of the later)) over all pairs of the batch."""
     later = position[:, :, None] > position[:, None, :]
     pairs = later & where[:, :, None] & where[:, None, :]
     losses = jax.nn.softplus(logits[:, None, :] - logits[:, :, None])

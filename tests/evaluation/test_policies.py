@@ -84,7 +84,10 @@ def test_success_and_return_of_a_probe():
 
 
 def test_the_summary_has_wilsons_interval():
-    episodes = [Episode(i < 7, 2, 0.5, np.zeros(2), np.zeros((3, 1))) for i in range(20)]
+    episodes = [
+        Episode(i < 7, 2, 0.5, np.arange(2) + i, np.zeros((3, 1)), np.zeros(2), np.zeros(2, bool))
+        for i in range(20)
+    ]
     summary = Evaluation(episodes, greedy=False).summary()
     expected = stats.binomtest(7, 20).proportion_ci(0.95, method="wilson")
     np.testing.assert_allclose(summary["success_interval"], [expected.low, expected.high], atol=1e-12)
@@ -94,6 +97,9 @@ def test_the_summary_has_wilsons_interval():
     assert summary["env_return"] == 0.5
     assert summary["pass_at_5"] == pytest.approx(1 - (13 * 12 * 11 * 10 * 9) / (20 * 19 * 18 * 17 * 16))
     assert Evaluation(episodes[:4], greedy=False).summary()["pass_at_5"] is None
+    alike = Evaluation([episodes[0]] * 20, greedy=True).summary()
+    assert (alike["success_rate"], alike["success_interval"], alike["pass_at_5"]) == (1.0, None, None)
+    assert Evaluation(episodes, greedy=True).summary()["success_interval"] == summary["success_interval"]
 
 
 def test_episodes_are_cut_at_their_ends_across_rollouts():
@@ -126,8 +132,10 @@ def test_episodes_are_cut_at_their_ends_across_rollouts():
 
 def test_padding_repeats_the_last_frame():
     episodes = [
-        Episode(True, 2, 0.0, np.zeros(2), np.array([[1], [2], [3]])),
-        Episode(False, 4, 0.0, np.zeros(4), np.array([[5], [6], [7], [8], [9]])),
+        Episode(True, 2, 0.0, np.zeros(2), np.array([[1], [2], [3]]), np.zeros(2), np.zeros(2, bool)),
+        Episode(
+            False, 4, 0.0, np.zeros(4), np.array([[5], [6], [7], [8], [9]]), np.zeros(4), np.zeros(4, bool)
+        ),
     ]
     frames, lengths = pad_frames(episodes, 4)
     assert frames[..., 0].tolist() == [[1, 2, 3, 3, 3], [5, 6, 7, 8, 9]]

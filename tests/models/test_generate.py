@@ -354,7 +354,7 @@ def test_log_probabilities_have_the_gradient_of_the_plain_formula(variables):
         )
         rows = jnp.pad(PROMPTS.image_rows, ((0, 0), (0, 7)), constant_values=-1)
         mask = jnp.concatenate([PROMPTS.where, where], 1)
-        logits = all_logits(MODEL, variables, together, positions, mask, rows, FEATURES)[:, 6:-1]
+        logits = all_logits.__wrapped__(MODEL, variables, together, positions, mask, rows, FEATURES)[:, 6:-1]
         logits = jnp.where(jnp.arange(64) == 63, -jnp.inf, logits / 1.5)
         values = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[..., None], -1)[..., 0]
         return jnp.sum(jnp.where(where, values, 0) * jnp.arange(1, 8))

@@ -120,7 +120,7 @@ def test_every_reward_pays_what_it_says():
     rollout = rollout.replace(
         timestep=steps.replace(info={"success": success}, env_reward=jnp.full(steps.done.shape, 0.5))
     )
-    pay = lambda reward: reward.settle((), rollout, None, None, None)[1]["reward"]  # noqa: E731
+    pay = lambda reward: reward.settle(reward.init(None, None), rollout, None, None, None)[1]["reward"]  # noqa: E731
     np.testing.assert_array_equal(pay(Success(SuccessConfig(value=2.0))), 2.0 * success)
     np.testing.assert_array_equal(pay(EnvironmentReward(EnvironmentRewardConfig(scale=4.0))), 2.0)
     np.testing.assert_array_equal(pay(Constant(ConstantConfig())), steps.done.astype(jnp.float32))
