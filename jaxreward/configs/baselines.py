@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from jaxreward.agents.networks import NetworkConfig
 from jaxreward.agents.ppo import PPOConfig
 from jaxreward.envs.brax import BraxConfig
@@ -16,7 +18,7 @@ MLP = NetworkConfig(body="mlp", mlp_layers=(64,), width=64, activation="tanh")
 AGENT = PPOConfig(
     discount=0.99,
     trace=0.95,
-    learning_rate=2.5e-3,
+    learning_rate=1e-3,
     final_learning_rate=2.5e-4,
     entropy_coefficient=0.01,
     final_entropy_coefficient=0.01,
@@ -39,7 +41,7 @@ CONFIGS = {
         description="PPO on Brax's inverted pendulum with the environment's reward",
         env=BraxConfig(name="inverted_pendulum", backend="spring", num_envs=64),
         reward=EnvironmentRewardConfig(),
-        agent=AGENT,
+        agent=dataclasses.replace(AGENT, learning_rate=2.5e-3),
         loop=LoopConfig(rollout_length=32),
         act=ActConfig(updates=60, checkpoint_every=20),
     ),
