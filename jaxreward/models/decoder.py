@@ -229,6 +229,7 @@ class Decoder(nn.Module):
         *,
         empty: bool = True,
         extra: Array | None = None,
+        segments: Array | None = None,
     ) -> tuple[Array, Cache | None]:
         """Runs the layers over new tokens.
 
@@ -239,6 +240,8 @@ class Decoder(nn.Module):
           cache: what came before, with room for T more slots; or None.
           empty: the cache holds nothing yet (a static promise that saves attention over its free slots).
           extra: [n, B, T, D] added to the result of layers 0 .. n - 1 (DeepStack), or None.
+          segments: int32 [B, T], where several continuations of one text share a row: 0 is the text, which
+            all see, and a token of continuation i > 0 sees no other continuation. Without a cache only.
 
         Returns:
           (hidden, cache): `dtype` [B, T, D] after the final norm, and the cache with the new tokens.
@@ -253,6 +256,9 @@ class Decoder(nn.Module):
         slots = jnp.arange(seen.shape[1])
         causal = slots[None, :] <= start + jnp.arange(length)[:, None]
         mask = (seen[:, None, :] & causal)[:, None]
+        if segments is not None:
+            own = segments[:, None, :, None] == segments[:, None, None, :]
+            mask = mask & (own | (segments[:, None, None, :] == 0))
         carry = (embeddings.astype(config.dtype), cache)
         angles = rotary_angles(config, positions)
         (hidden, cache), _ = self.layers(carry, jnp.arange(config.layers), angles, mask, extra)

@@ -278,17 +278,6 @@ def _completions(state: Decoding, prompts: Prompts) -> Generated:
     return Generated(state.tokens, state.log_probabilities, state.lengths, state.stopped & began)
 
 
-def _repeat(prompts: Prompts, times: int) -> Prompts:
-    """Each prompt `times` times in a row."""
-    return Prompts(
-        tokens=jnp.repeat(prompts.tokens, times, axis=0),
-        where=jnp.repeat(prompts.where, times, axis=0),
-        positions=jnp.repeat(prompts.positions, times, axis=1),
-        next_position=jnp.repeat(prompts.next_position, times),
-        image_rows=jnp.repeat(prompts.image_rows, times, axis=0),
-    )
-
-
 def log_probabilities(
     model: VisionLanguageModel,
     variables: PyTree,
@@ -303,8 +292,9 @@ def log_probabilities(
 ) -> Array:
     """Log-probabilities of given completions, in one pass and without decoding; differentiable.
 
-    With the temperature and forbidden tokens of the sampling, they are what `generate` records. Logits are
-    made for `chunk` tokens of each row at a time, and again in the backward pass, so that [R, N, V] never
+    With the temperature and forbidden tokens of the sampling, they are what `generate` records. A prompt is
+    read once for all its completions, which stand side by side after it and do not see one another. Logits
+    are made for `chunk` tokens of each row at a time, and again in the backward pass, so that [R, N, V] never
     exists.
 
     Args:
@@ -324,22 +314,35 @@ def log_probabilities(
     (batch, prompt), (rows, count) = prompts.tokens.shape, tokens.shape
     if batch == 0 or rows % batch:
         raise ConfigError(f"{rows} completions of {batch} prompts found; expected the same number for each")
-    prompts = _repeat(prompts, rows // batch)
-    following = jnp.broadcast_to(prompts.next_position[:, None] + jnp.arange(count - 1), (3, rows, count - 1))
+    samples, others = rows // batch, count - 1
+    side_by_side = (batch, samples * others)
+
+    def after_prompt(of_prompt: Array, of_completions: Array) -> Array:
+        return jnp.concatenate([of_prompt, of_completions.reshape(side_by_side)], axis=1)
+
+    following = jnp.tile(prompts.next_position[:, None] + jnp.arange(others), (1, samples))
+    number = jnp.broadcast_to(1 + jnp.repeat(jnp.arange(samples), others), side_by_side)
     embeddings, extra = model.apply(
         variables,
-        jnp.concatenate([prompts.tokens, tokens[:, :-1]], axis=1),
-        jnp.pad(prompts.image_rows, ((0, 0), (0, count - 1)), constant_values=-1),
+        after_prompt(prompts.tokens, tokens[:, :-1]),
+        jnp.pad(prompts.image_rows, ((0, 0), (0, samples * others)), constant_values=-1),
         features,
         method="embed",
     )
     hidden, _ = model.apply(
         variables,
         embeddings,
-        jnp.concatenate([prompts.positions, following], axis=2),
-        jnp.concatenate([prompts.where, where[:, :-1]], axis=1),
+        jnp.concatenate([prompts.positions, jnp.broadcast_to(following, (3, *side_by_side))], axis=2),
+        after_prompt(prompts.where, where[:, :-1]),
         extra=extra,
+        segments=None if samples == 1 else jnp.pad(number, ((0, 0), (prompt, 0))),
     )
+    width = hidden.shape[-1]
+    before_first = jnp.broadcast_to(hidden[:, None, prompt - 1 : prompt], (batch, samples, 1, width))
+    hidden = jnp.concatenate(
+        [before_first, hidden[:, prompt:].reshape(batch, samples, others, width)], axis=2
+    )
+    hidden = hidden.reshape(rows, count, width)
     chunk = min(chunk, count)
     chunks = -(-count // chunk)
 
@@ -354,13 +357,18 @@ def log_probabilities(
         chosen = jnp.take_along_axis(logits, token[..., None], axis=-1)[..., 0]
         return chosen - jax.nn.logsumexp(logits, axis=-1)
 
-    found = jax.lax.map(lambda x: of_chunk(*x), (in_chunks(hidden[:, prompt - 1 :]), in_chunks(tokens)))
+    found = jax.lax.map(lambda x: of_chunk(*x), (in_chunks(hidden), in_chunks(tokens)))
     found = jnp.moveaxis(found, 0, 1).reshape(rows, chunks * chunk)[:, :count]
     return jnp.where(where, found, 0.0)
 
 
 def _powers(first: int, last: int) -> tuple[int, ...]:
     return tuple(2**power for power in range(first, last + 1))
+
+
+def _powers_and_between(first: int, last: int) -> tuple[int, ...]:
+    """2^first, 1.5 * 2^first, 2^(first + 1), ..., 2^last: a length is rounded up by less than a half."""
+    return tuple(sorted({*_powers(first, last), *(3 * 2**power // 2 for power in range(first, last))}))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -374,8 +382,8 @@ class Buckets:
     """
 
     prompts: tuple[int, ...] = _powers(0, 5)
-    prompt_tokens: tuple[int, ...] = _powers(5, 15)
-    new_tokens: tuple[int, ...] = _powers(0, 12)
+    prompt_tokens: tuple[int, ...] = _powers_and_between(5, 15)
+    new_tokens: tuple[int, ...] = (1, *_powers_and_between(1, 12))
 
     def __post_init__(self) -> None:
         """Checks that each list of sizes ascends from 1 or more."""

@@ -13,6 +13,9 @@ from jaxreward.types import Array
 
 KERNEL_INIT = nn.initializers.normal(0.02)
 
+# Attention logits that exist at once, 256 MiB in float32.
+MAX_LOGITS = 2**26
+
 
 def product(x: Array, kernel: Array, dtype: str) -> Array:
     """x @ kernel, summed and returned in `dtype`.
@@ -143,7 +146,8 @@ def attend(
 ) -> Array:
     """Scaled dot-product attention with grouped queries; logits and softmax in float32.
 
-    A query that may see nothing (padding) gets the mean of all values; never NaN.
+    A query that may see nothing (padding) gets the mean of all values; never NaN. Where there would be more
+    than `MAX_LOGITS` logits at once, some queries go after others, and again so in the backward pass.
 
     Args:
       query: [B, T, H, D].
@@ -155,5 +159,24 @@ def attend(
     Returns:
       [B, T, H * D], the dtype of `query`.
     """
-    out = jax.nn.dot_product_attention(query, key, value, mask=where, scale=scale)
-    return out.reshape(*out.shape[:2], -1)
+    batch, length, heads, width = query.shape
+    parts = min(-(-batch * heads * length * key.shape[1] // MAX_LOGITS), length)
+    if parts == 1:
+        out = jax.nn.dot_product_attention(query, key, value, mask=where, scale=scale)
+        return out.reshape(batch, length, -1)
+
+    missing = -length % parts
+
+    def split(x: Array, axis: int) -> Array:
+        x = jnp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)])
+        return jnp.moveaxis(x.reshape(*x.shape[:axis], parts, -1, *x.shape[axis + 1 :]), axis, 0)
+
+    own_masks = where is not None and where.shape[2] == length
+
+    @jax.checkpoint
+    def one(part: tuple[Array, Array | None]) -> Array:
+        mask = part[1] if own_masks else where
+        return jax.nn.dot_product_attention(part[0], key, value, mask=mask, scale=scale)
+
+    out = jax.lax.map(one, (split(query, 1), split(where, 2) if own_masks else None))
+    return jnp.moveaxis(out, 0, 1).reshape(batch, length + missing, heads * width)[:, :length]

@@ -139,9 +139,10 @@ class Llama(nn.Module):
         *,
         empty: bool = True,
         extra: Array | None = None,
+        segments: Array | None = None,
     ) -> tuple[Array, Cache | None]:
         """Runs the decoder: see `jaxreward.models.decoder.Decoder`."""
-        return self.decoder(embeddings, positions, where, cache, empty=empty, extra=extra)
+        return self.decoder(embeddings, positions, where, cache, empty=empty, extra=extra, segments=segments)
 
     def logits(self, hidden: Array) -> Array:
         """Maps hidden states [..., D] to float32 [..., vocabulary]."""

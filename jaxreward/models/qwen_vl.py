@@ -20,6 +20,7 @@ from jaxreward.models.encoder_layers import linear_tensors, mlp_tensors, norm_te
 from jaxreward.models.layers import (
     ACTIVATIONS,
     KERNEL_INIT,
+    MAX_LOGITS,
     LayerNorm,
     Linear,
     RMSNorm,
@@ -35,9 +36,6 @@ from jaxreward.types import Array, PyTree
 
 # All norms of both vision towers; the files do not say it.
 VISION_EPSILON = 1e-6
-
-# Attention logits that exist at once, 256 MiB in float32; more frames or longer ones go one after another.
-MAX_LOGITS = 2**26
 
 
 def _by_parts(function: Callable[..., Array], batches: tuple[Array, ...], logits: int) -> Array:
@@ -325,9 +323,10 @@ class QwenVL(nn.Module):
         *,
         empty: bool = True,
         extra: Array | None = None,
+        segments: Array | None = None,
     ) -> tuple[Array, Cache | None]:
         """Runs the decoder: see `jaxreward.models.decoder.Decoder`."""
-        return self.decoder(embeddings, positions, where, cache, empty=empty, extra=extra)
+        return self.decoder(embeddings, positions, where, cache, empty=empty, extra=extra, segments=segments)
 
     def logits(self, hidden: Array) -> Array:
         """Maps hidden states [..., D] to float32 [..., vocabulary]."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Protocol, runtime_checkable
 
+import flax.linen as nn
 from flax import struct
 
 from jaxreward.models.decoder import Cache, DecoderConfig
@@ -66,6 +68,7 @@ class VisionLanguageModel(Protocol):
         *,
         empty: bool = True,
         extra: Array | None = None,
+        segments: Array | None = None,
     ) -> tuple[Array, Cache | None]:
         """Runs the decoder: see `jaxreward.models.decoder.Decoder`."""
         ...
@@ -73,3 +76,9 @@ class VisionLanguageModel(Protocol):
     def logits(self, hidden: Array) -> Array:
         """Maps hidden states [..., D] to float32 [..., vocabulary]."""
         ...
+
+
+def with_remat(module: nn.Module) -> nn.Module:
+    """The same model, whose decoder computes each layer's activations again in the backward pass."""
+    decoder = dataclasses.replace(module.decoder_config, remat=True)
+    return module.clone(config=dataclasses.replace(module.config, decoder=decoder))

@@ -3,7 +3,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxreward.models import layers
 from jaxreward.models.layers import product
+
+RANDOM = np.random.default_rng(0)
+QUERY, KEY, VALUE = (
+    RANDOM.normal(size=(2, length, heads, 8)).astype(np.float32) for length, heads in ((7, 4), (9, 2), (9, 2))
+)
+MASKS = {
+    "none": None,
+    "of each query": RANDOM.random((2, 1, 7, 9)) < 0.6,
+    "of all queries": RANDOM.random((2, 1, 1, 9)) < 0.6,
+    "of each head": RANDOM.random((2, 4, 7, 9)) < 0.6,
+}
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -33,3 +45,24 @@ def test_operands_of_two_dtypes_are_cast():
     x, kernel = jnp.ones((2, 4), jnp.bfloat16), jnp.full((4, 3), 1.01, jnp.float32)
     np.testing.assert_allclose(product(x, kernel, "float32"), np.full((2, 3), 4.04), rtol=1e-6)
     assert product(x, kernel, "bfloat16").dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("limit", [1, 2 * 4 * 9 * 2, 2 * 4 * 9 * 3])
+def test_queries_one_after_another_attend_as_all_at_once(monkeypatch, mask, limit):
+    def result(query, key, value):
+        return layers.attend(query, key, value, MASKS[mask])
+
+    def everything():
+        value, pull = jax.vjp(result, QUERY, KEY, VALUE)
+        return value, pull(np.arange(value.size, dtype=np.float32).reshape(value.shape) / value.size)
+
+    whole = everything()
+    monkeypatch.setattr(layers, "MAX_LOGITS", limit)
+    assert "scan" in str(jax.make_jaxpr(result)(QUERY, KEY, VALUE))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), whole, everything())
+
+
+def test_one_query_is_never_split(monkeypatch):
+    monkeypatch.setattr(layers, "MAX_LOGITS", 1)
+    assert "scan" not in str(jax.make_jaxpr(layers.attend)(QUERY[:, :1], KEY, VALUE, None))
