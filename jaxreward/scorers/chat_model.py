@@ -237,6 +237,39 @@ class ChatModel:
         where = np.arange(tokens.shape[1]) < np.array([[len(own)] for own in ids])
         return self.generator.log_probabilities(variables, prompts, features, tokens, where).sum(1)
 
+    def answer_tokens(
+        self, answers: Sequence[str], limit: int | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Tokenises answers as the model is to write them, each with the stop token at its end.
+
+        Args:
+          answers: B texts.
+          limit: the most tokens of an answer; None for no limit.
+
+        Returns:
+          (tokens int32 [B, N], where bool [B, N], True for tokens of an answer), N rounded up to a bucket.
+
+        Raises:
+          ModelError: an answer that is too long, or a folder that names no stop token.
+        """
+        if not self.stop_tokens:
+            raise ModelError(
+                f"{self.model.path}: no token that ends an answer found; name eos_token_id in "
+                "generation_config.json"
+            )
+        own = self.tokenizer.eos_token_id
+        stop = self.stop_tokens[0] if own is None else own
+        ids = [[*row, stop] for row in token_ids(self.tokenizer, answers, add_special_tokens=False)]
+        longest = max(map(len, ids))
+        if limit is not None and longest > limit:
+            raise ModelError(
+                f"an answer of {longest} tokens found, but vlm.max_new_tokens is {limit}; raise it"
+            )
+        tokens = np.zeros((len(ids), self.generator.buckets.fit("new_tokens", longest)), np.int32)
+        for row, one in zip(tokens, ids, strict=True):
+            row[: len(one)] = one
+        return tokens, np.arange(tokens.shape[1]) < np.array([[len(one)] for one in ids])
+
     def texts(self, generated: Generated) -> list[str]:
         """What was generated, as texts without special tokens."""
         rows = [

@@ -5,6 +5,8 @@ The papers give the formats of the answers; the wording around them is ours, exc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from jaxreward.models.tokenizer import Message
 
 IMAGE = {"type": "image"}
@@ -51,6 +53,26 @@ def rank_frames(task: str, count: int, *, describe: bool) -> list[Message]:
         f"rank {count} the latest. Answer for every frame from 1 to {count}, and only in this form:\n{form}"
     )
     return _shown(introduction, "The beginning:", count, request)
+
+
+def rank_answer(ranks: Sequence[int], *, description: str | None = None) -> str:
+    """Writes an answer to `rank_frames`, as `parsing.parse_ranks` reads it.
+
+    Args:
+      ranks: of each frame, the anchor apart.
+      description: of every frame, in the form with descriptions; None for ranks alone.
+
+    Returns:
+      The text, without a line break at its end.
+    """
+    if description is None:
+        lines = [f"Frame {frame}: Rank: {rank}" for frame, rank in enumerate(ranks, 1)]
+    else:
+        lines = [
+            f"Frame {frame}:\nFrame Description: {description}\nRank: {rank}"
+            for frame, rank in enumerate(ranks, 1)
+        ]
+    return "\n".join(lines)
 
 
 def percentages(task: str, count: int) -> list[Message]:

@@ -21,9 +21,11 @@ from jaxreward.types import Array, PyTree
 
 @dataclasses.dataclass(frozen=True)
 class VLMRankerConfig:
-    """How a vision-language model is asked.
+    """Which vision-language model ranks, and how it is asked.
 
     Attributes:
+      model: Hugging Face folder of the model that Stage 1 teaches to rank (see `training/rank_vlm.py`), or
+        the name of one that ships with the package; empty: Stage 1 trains the compact ranker.
       describe: have every frame described before its rank, as the paper does; else ranks alone, which take a
         quarter of the tokens.
       temperature: of the sampling (table 5: 1.0 in Stage 1; table 4: 0.2 in Stage 2); 0 is greedy.
@@ -32,6 +34,7 @@ class VLMRankerConfig:
       cached_frames: frames whose features are kept for the next queries; at least those of one call.
     """
 
+    model: str = ""
     describe: bool = True
     temperature: float = 0.2
     max_new_tokens: int = 1024

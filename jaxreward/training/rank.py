@@ -162,8 +162,8 @@ def train_ranker(
     Raises:
       DataError: if a set of videos is empty or has unsuitable shapes or dtypes.
     """
-    train = _check_videos("training videos", train)
-    heldout = {name: _check_videos(f"held-out set {name!r}", videos) for name, videos in heldout.items()}
+    train = check_videos("training videos", train)
+    heldout = {name: check_videos(f"held-out set {name!r}", videos) for name, videos in heldout.items()}
     init_key, evaluation_key = jax.random.split(key)
     model = _with_frame_shape(model, train, render)
     step = make_rank_step(config, model, render)
@@ -284,12 +284,48 @@ def heldout_rho(
     Returns:
       A float in [-1, 1].
     """
+    rho, _ = judge_scorer(
+        scorer, params, videos, key, clips=clips, clip_config=clip_config, render=render, task=task
+    )
+    return rho
+
+
+def judge_scorer(
+    scorer: Scorer,
+    params: PyTree,
+    videos: Videos,
+    key: Array,
+    *,
+    clips: int = 256,
+    clip_config: ClipConfig | None = None,
+    render: Render | None = None,
+    task: str = "",
+) -> tuple[float, float]:
+    """As `heldout_rho`; also the share of answers that could not be read, in [0, 1]."""
     clip_key, score_key = jax.random.split(key)
     context = scorer.prepare(params, task)
-    drawn = _draw(clip_key, videos, clips, clip_config or ClipConfig(), render)
+    drawn = draw_clips(clip_key, videos, clips, clip_config or ClipConfig(), render)
     score = _jitted_score(scorer) if scorer.jittable else scorer.score
     scores = score(params, context, drawn.frames, drawn.where, score_key)
-    return float(_mean_rho(scores.values, scores.valid, drawn.position, drawn.where))
+    rewards = clip_rewards(scores.values[:, 1:], scores.valid, drawn.position[:, 1:], drawn.where[:, 1:])
+    return float(rewards.mean()), float(1.0 - scores.valid.mean())
+
+
+@jax.jit
+def clip_rewards(values: Array, valid: Array, position: Array, where: Array) -> Array:
+    """Stage 1's reward of an answer (RTA, section 3.2): its Spearman correlation with time.
+
+    Args:
+      values: [..., n], what the answer gives each frame, higher for later; the anchor apart.
+      valid: bool [...], False for an answer that could not be read.
+      position: int32 [..., n], each frame's place in its video.
+      where: bool [..., n], False for slots that hold no frame.
+
+    Returns:
+      float32 [...] in [-1, 1]: 0 where the correlation is undefined, -1 where the answer is not valid; ties
+      are credited with the expectation over their random order.
+    """
+    return jnp.where(valid, spearman(values, position, where=where), -1.0)
 
 
 def transfer_matrix(
@@ -368,7 +404,8 @@ def _grpo_objective(config: RankConfig, logits_of: Callable, state: RankState, c
     shape = (config.group_size, *ranked.shape)
     where = jnp.broadcast_to(ranked, shape)
     ranking = grpo.sample_ranking(key, jnp.broadcast_to(old_logits, shape), where)
-    rewards = _rho(grpo.progress_ranks(ranking, where), jnp.broadcast_to(position, shape), where)
+    ranks = grpo.progress_ranks(ranking, where)
+    rewards = clip_rewards(ranks, jnp.bool_(True), jnp.broadcast_to(position, shape), where)
     advantages, varies = grpo.group_advantages(rewards, divide_by_std=config.divide_by_std)
     old = grpo.choice_log_probs(old_logits, ranking, ranked)
     reference = old
@@ -401,7 +438,7 @@ def _supervised_objective(config: RankConfig, logits_of: Callable, clips: Clips)
         else:
             order = jnp.argsort(jnp.where(where, -position, jnp.iinfo(jnp.int32).max), axis=-1)
             value = -(grpo.log_prob(logits, order, where) / jnp.maximum(where.sum(-1), 1)).mean()
-        rho = _rho(jax.lax.stop_gradient(logits), position, where)
+        rho = clip_rewards(jax.lax.stop_gradient(logits), jnp.bool_(True), position, where)
         return value, {"reward": rho.mean(), "reward_std": rho.std()}
 
     return loss
@@ -413,11 +450,6 @@ def _pairwise_loss(logits: Array, position: Array, where: Array) -> Array:
     pairs = later & where[:, :, None] & where[:, None, :]
     losses = jax.nn.softplus(logits[:, None, :] - logits[:, :, None])
     return jnp.where(pairs, losses, 0.0).sum() / jnp.maximum(pairs.sum(), 1)
-
-
-def _rho(values: Array, position: Array, where: Array) -> Array:
-    """Spearman correlation of each clip's values with time, 0 where it is undefined; float32 [...]."""
-    return spearman(values, position, where=where)
 
 
 def _optimizer(config: RankConfig) -> optax.GradientTransformation:
@@ -433,7 +465,10 @@ def _optimizer(config: RankConfig) -> optax.GradientTransformation:
 
 
 @functools.partial(jax.jit, static_argnames=("clips", "clip_config", "render"))
-def _draw(key: Array, videos: Videos, clips: int, clip_config: ClipConfig, render: Render | None) -> Clips:
+def draw_clips(
+    key: Array, videos: Videos, clips: int, clip_config: ClipConfig, render: Render | None = None
+) -> Clips:
+    """Draws clips of videos, whose frames become pixels by `render` where they are compact."""
     drawn = sample_clips(key, *videos, clips, clip_config)
     return drawn if render is None else drawn.replace(frames=render(drawn.frames))
 
@@ -443,13 +478,7 @@ def _jitted_score(scorer: Scorer) -> Callable:
     return jax.jit(scorer.score)
 
 
-@jax.jit
-def _mean_rho(values: Array, valid: Array, position: Array, where: Array) -> Array:
-    rho = _rho(values[:, 1:], position[:, 1:], where[:, 1:])
-    return jnp.where(valid, rho, -1.0).mean()
-
-
-def _check_videos(thing: str, videos: Videos) -> Videos:
+def check_videos(thing: str, videos: Videos) -> Videos:
     """Brings a triple of arrays to the device after checking it; raises DataError."""
     frames, lengths, weights = (np.shape(array) for array in videos)
     if len(frames) != 5 or not frames[0] or lengths != frames[:1] or weights != frames[:1]:
