@@ -116,6 +116,26 @@ def load_pretrained(name: str = "general_ranker") -> tuple[FrameRankerConfig, Py
     return load_scorer(PRETRAINED / f"{name}.json")
 
 
+def pretrained_model(name: str) -> pathlib.Path:
+    """The folder of a vision-language model: a path, or the name of one that ships with the package.
+
+    Args:
+      name: 'catrap_reader', or the path of a Hugging Face folder.
+
+    Raises:
+      ModelError: there is neither.
+    """
+    shipped = PRETRAINED / name
+    for folder in (pathlib.Path(name), shipped):
+        if (folder / "config.json").is_file():
+            return folder
+    available = sorted(path.parent.name for path in PRETRAINED.glob("*/config.json"))
+    raise ModelError(
+        f"{name}: no Hugging Face folder (with a config.json) found there, nor a shipped model of that name; "
+        f"shipped: {', '.join(available) or 'none'}"
+    )
+
+
 def _read(path: pathlib.Path) -> bytes:
     try:
         return path.read_bytes()

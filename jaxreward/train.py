@@ -116,7 +116,8 @@ def with_absolute_paths(config: ExperimentConfig) -> ExperimentConfig:
     scorer = config.scorer
     if scorer not in ("train", "pretrained", "untrained"):
         scorer = absolute(scorer)
-    return dataclasses.replace(config, env=env, videos=videos, scorer=scorer)
+    vlm = dataclasses.replace(config.vlm, model=absolute(config.vlm.model))
+    return dataclasses.replace(config, env=env, videos=videos, scorer=scorer, vlm=vlm)
 
 
 def list_configs() -> None:

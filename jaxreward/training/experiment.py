@@ -54,11 +54,12 @@ from jaxreward.training.plan import announce, describe_plan
 from jaxreward.training.prepare_scorer import (
     PreparedScorer,
     VideoConfig,
-    is_model_folder,
     load_prepared,
     prepare_scorer,
+    vlm_folder,
 )
 from jaxreward.training.rank import RankConfig
+from jaxreward.training.rank_vlm import VLMRankConfig
 from jaxreward.training.run_folder import SECONDS_FILE, RunFolder, to_json
 
 REWARDS = {
@@ -84,10 +85,11 @@ class ExperimentConfig:
       scorer: 'train' ranks one from videos first (Stage 1), 'pretrained' takes the shipped general
         ranker, 'untrained' a random one (the control); otherwise the path of a run or scorer folder, or of
         a Hugging Face folder with a vision-language model, which is then asked for ranks.
-      vlm: how a vision-language model is asked.
+      vlm: which vision-language model Stage 1 teaches, if any, and how such a model is asked.
+      vlm_rank: Stage 1 on a vision-language model.
       model: the structure of a scorer that is trained here.
       videos: where Stage 1's videos come from.
-      rank: Stage 1.
+      rank: Stage 1 on the compact ranker.
       loop: how the parts are driven.
       act: Stage 2.
       seed: the first seed; it decides everything that is random.
@@ -106,6 +108,7 @@ class ExperimentConfig:
     model: FrameRankerConfig = dataclasses.field(default_factory=FrameRankerConfig)
     videos: VideoConfig = dataclasses.field(default_factory=VideoConfig)
     rank: RankConfig = dataclasses.field(default_factory=RankConfig)
+    vlm_rank: VLMRankConfig = dataclasses.field(default_factory=VLMRankConfig)
     loop: LoopConfig = dataclasses.field(default_factory=LoopConfig)
     act: ActConfig = dataclasses.field(default_factory=ActConfig)
     seed: int = 0
@@ -210,19 +213,20 @@ def check_parts(config: ExperimentConfig, environment, run: RunFolder) -> None:
     for level in config.videos.transfer:
         load_level(level)
     scorer, load = None, lambda key: (None, None)
-    if needs_scorer(config) and config.scorer == "train":
+    model_folder = vlm_folder(config, run) if needs_scorer(config) else None
+    if model_folder is not None:
+        # Reading the weights twice would take minutes; their headers say whether they are all there.
+        found = weights.read_config(model_folder)
+        weights.build(found, dtype=config.vlm.dtype, source=str(model_folder))
+        weights.read_headers(model_folder)
+        scorer = _AnyScorer()
+    elif needs_scorer(config) and config.scorer == "train":
         shape = environment.spec.image_shape[:2]
         scorer = CompactRanker(dataclasses.replace(config.model, frame_shape=shape))
 
         def load(key):
             params = scorer.init(key, (*shape, config.model.channels))
             return params, scorer.prepare(params, environment.spec.task)
-    elif needs_scorer(config) and is_model_folder(config.scorer):
-        folder = pathlib.Path(config.scorer)
-        # Reading the weights twice would take minutes; their headers say whether they are all there.
-        weights.build(weights.read_config(folder), dtype=config.vlm.dtype, source=config.scorer)
-        weights.read_headers(folder)
-        scorer = _AnyScorer()
     elif needs_scorer(config):
         ready = load_prepared(config, environment, run)
         scorer, load = ready.scorer, lambda key: (ready.params, ready.context)

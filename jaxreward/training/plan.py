@@ -24,9 +24,9 @@ def announce(config, environment, run, console: Console) -> None:
     steps = config.act.updates * config.loop.rollout_length * environment.spec.num_envs
     ready = (run.path / "scorer").exists()
     if config.scorer == "train" and not ready:
-        rank, clips = config.rank, config.rank.clips
+        rank = config.vlm_rank if config.vlm.model else config.rank
         console.print(
-            f"to do: Stage 1, {rank.steps} steps of {rank.batch_size} clips of {clips.length} frames; "
+            f"to do: Stage 1, {rank.steps} steps of {rank.batch_size} clips of {rank.clips.length} frames; "
             f"Stage 2, {config.seeds} x {steps:,} environment steps; 2 evaluations of {config.eval_episodes} "
             "episodes each"
         )

@@ -13,13 +13,20 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from jaxreward.checkpoints.pretrained import load_pretrained, load_scorer, save_scorer
+from jaxreward.checkpoints.pretrained import (
+    load_pretrained,
+    load_scorer,
+    pretrained_model,
+    save_scorer,
+)
 from jaxreward.checkpoints.store import CheckpointStore
 from jaxreward.data.video import Crop, VideoOptions, VideoSet, read_folder
 from jaxreward.envs.catrap.environment import CatrapConfig
 from jaxreward.envs.catrap.levels import level_names, load_level
 from jaxreward.envs.pyboy import CartridgeConfig
-from jaxreward.errors import ConfigError, DataError
+from jaxreward.errors import ConfigError, DataError, ModelError, StorageError
+from jaxreward.files import write_atomically
+from jaxreward.models import lora
 from jaxreward.models.frame_ranker import FrameRankerConfig
 from jaxreward.scorers.base import Scorer
 from jaxreward.scorers.chat_model import ChatModel
@@ -35,6 +42,7 @@ from jaxreward.training.rank import (
     train_ranker,
     transfer_matrix,
 )
+from jaxreward.training.rank_vlm import VLMRankState, VLMRankTrainer, train_vlm_ranker
 from jaxreward.training.run_folder import RunFolder
 from jaxreward.types import PyTree
 
@@ -141,7 +149,10 @@ def prepare_scorer(
                 "scorer is 'train' and there are no videos to train it from: give --videos DIR, or take a "
                 "ready scorer by --scorer pretrained or --scorer PATH"
             )
-        _train(config, environment.spec.image_shape, sets, run, console, interrupted)
+        if config.vlm.model:
+            _train_vlm(config, environment.spec.task, sets, run, console, interrupted)
+        else:
+            _train(config, environment.spec.image_shape, sets, run, console, interrupted)
     if config.videos.transfer and not (run.path / TRANSFER_FILE).exists():
         _measure_transfer(config, environment, run, console, interrupted)
     prepared = load_prepared(config, environment, run)
@@ -158,17 +169,19 @@ def load_prepared(config, environment, run: RunFolder) -> PreparedScorer:
       ModelError: a scorer file is missing or damaged or does not fit.
     """
     spec, heldout = environment.spec, {}
+    if (folder := vlm_folder(config, run)) is not None:
+        scorer = _load_vlm(config, folder)
+        params = scorer.chat_model.model.params
+        if (adapter := _adapter_folder(config, run)) is not None:
+            found, lora_config = lora.load(adapter, scorer.chat_model.model.architecture)
+            params = {**params, **lora.collection(found, lora_config)}
+            heldout = _read_card(adapter)["heldout"]
+        return PreparedScorer(scorer, params, scorer.prepare(params, spec.task), None, heldout)
     if config.scorer == "train":
         model, params, card = load_scorer(_own_scorer(run))
         heldout = card["metadata"]["heldout"]
     elif config.scorer == "pretrained":
         model, params, _ = load_pretrained()
-    elif is_model_folder(config.scorer):
-        chat_model = ChatModel.load(
-            config.scorer, dtype=config.vlm.dtype, cached_frames=config.vlm.cached_frames
-        )
-        scorer, params = VLMRanker(chat_model, config.vlm), chat_model.model.params
-        return PreparedScorer(scorer, params, scorer.prepare(params, spec.task), None, heldout)
     elif config.scorer == "untrained":
         model = dataclasses.replace(config.model, frame_shape=spec.image_shape[:2])
         shape = (*spec.image_shape[:2], model.channels)
@@ -181,12 +194,57 @@ def load_prepared(config, environment, run: RunFolder) -> PreparedScorer:
     return PreparedScorer(scorer, params, scorer.prepare(params, spec.task), None, heldout)
 
 
+def vlm_folder(config, run: RunFolder) -> pathlib.Path | None:
+    """The folder of the vision-language model that an experiment's scorer is, adapted or not; None if none.
+
+    Raises:
+      ModelError: an adapter that does not say of which model it is.
+    """
+    if config.scorer == "train":
+        return pretrained_model(config.vlm.model) if config.vlm.model else None
+    if is_model_folder(config.scorer):
+        return pathlib.Path(config.scorer)
+    adapter = _adapter_folder(config, run)
+    return None if adapter is None else pretrained_model(_read_card(adapter)["model"])
+
+
 def is_model_folder(path: str) -> bool:
     """Whether a path is a Hugging Face folder: its config.json names a `model_type`, as no run's does."""
     try:
         return "model_type" in json.loads((pathlib.Path(path) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError):
         return False
+
+
+def _adapter_folder(config, run: RunFolder) -> pathlib.Path | None:
+    """The folder of the LoRA that the experiment's scorer has or will have; None for other scorers."""
+    if config.scorer == "train":
+        return run.path / "scorer" if config.vlm.model else None
+    path = pathlib.Path(config.scorer)
+    for folder in (path / "scorer", path):
+        if (folder / lora.CONFIG_FILE).exists():
+            return folder
+    return None
+
+
+def _read_card(folder: pathlib.Path) -> dict[str, Any]:
+    """What Stage 1 wrote beside an adapter: the model's folder or name, held-out rho, settings."""
+    file = folder / "scorer.json"
+    try:
+        card = json.loads(file.read_text(encoding="utf-8"))
+        if not (isinstance(card["model"], str) and isinstance(card["heldout"], dict)):
+            raise ValueError("'model' is no text or 'heldout' no object")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(
+            f"{file}: it cannot be read ({error}); expected what Stage 1 writes beside an adapter"
+        ) from error
+    return card
+
+
+def _load_vlm(config, folder: pathlib.Path) -> VLMRanker:
+    """Loads the model and says how it is asked."""
+    chat_model = ChatModel.load(folder, dtype=config.vlm.dtype, cached_frames=config.vlm.cached_frames)
+    return VLMRanker(chat_model, config.vlm)
 
 
 def _own_scorer(run: RunFolder) -> pathlib.Path:
@@ -352,15 +410,15 @@ def _different(names: Iterable[str]) -> list[str]:
 
 def _reading(config, environment) -> VideoOptions:
     """How videos are read, for a scorer whose frames have the size of the environment's pictures."""
-    videos = config.videos
+    videos, clips = config.videos, (config.vlm_rank if config.vlm.model else config.rank).clips
     return VideoOptions(
         crop=videos.crop,
         size=tuple(environment.spec.image_shape[:2]),
-        grey=config.model.channels == 1,
+        grey=config.model.channels == 1 and not config.vlm.model,
         stride=videos.stride,
         duplicate_tolerance=videos.duplicate_tolerance,
         on_bad=videos.on_bad,
-        min_frames=config.rank.clips.length if config.scorer == "train" else 2,
+        min_frames=clips.length if config.scorer == "train" else 2,
     )
 
 
@@ -416,3 +474,75 @@ def _train(config, image_shape, sets, run: RunFolder, console: Console, interrup
         "seconds": time.perf_counter() - started,
     }
     save_scorer(run.path / "scorer", result.model, result.params, metadata)
+
+
+def _train_vlm(config, task: str, sets, run: RunFolder, console: Console, interrupted) -> None:
+    """Stage 1 on a vision-language model; saves its adapter into the run folder."""
+    started, settings = time.perf_counter(), config.vlm_rank
+    ranker = _load_vlm(config, pretrained_model(config.vlm.model))
+    store = CheckpointStore(run.checkpoints / "rank", keep=1)
+    train = Videos(*sets["train"].padded())
+    heldout = {name: Videos(*sets[name].padded()) for name in sets if name not in ("train", "task")}
+    init_key, train_key = jax.random.split(jax.random.fold_in(jax.random.key(config.seed), 4))
+    trainer = VLMRankTrainer(settings, ranker, task)
+    state = None
+    if store.latest_step() is not None:
+        state, _ = store.restore(jax.eval_shape(lambda: trainer.init(init_key)))
+    console.print(
+        f"Stage 1 (rank): {settings.format_steps} steps on the format and {settings.steps} updates of "
+        f"{settings.batch_size} x {settings.group_size} answers, on {len(sets['train'].videos)} videos; "
+        f"{lora.count(trainer.init(init_key).learner.adapter):,} parameters of {config.vlm.model} are trained"
+    )
+    samples_file = run.path / "rank_samples.jsonl"
+
+    def callback(state: VLMRankState, record: dict[str, float], samples: list[dict]) -> None:
+        step, elapsed = int(record["step"]), time.perf_counter() - started
+        shown = ", ".join(
+            f"{k.removeprefix('rho/')} {v:.3f}" for k, v in record.items() if k.startswith("rho/")
+        )
+        learnt = (
+            f"reward {record['reward']:.3f}  parse failures {record['parse_failures']:.1%}"
+            if "reward" in record
+            else f"loss {record['format_loss']:.3f} nats a token"
+        )
+        console.print(
+            f"  step {step}/{trainer.total_steps}  {learnt}  held-out rho: {shown}  {elapsed:.0f} s"
+        )
+        store.save(step, state, {"step": step, "rho": record})
+        _append(samples_file, [{"step": step, **sample} for sample in samples])
+        _append(run.path / "rank_metrics.jsonl", [record | {"seconds": elapsed}])
+        if interrupted():
+            raise Interrupted
+
+    result = train_vlm_ranker(
+        settings, ranker, train, heldout, train_key, callback, task=task, state=state, trainer=trainer
+    )
+    rho = result.heldout_rho or {
+        name.removeprefix("rho/"): value
+        for name, value in store.read_metadata()["rho"].items()
+        if name.startswith("rho/")
+    }
+    folder = run.path / "scorer"
+    if not (folder / lora.CONFIG_FILE).exists():
+        lora.save(
+            folder, result.adapter, settings.lora, ranker.chat_model.model.architecture,
+            base_model=str(ranker.chat_model.model.path),
+        )  # fmt: skip
+    card = {
+        "model": config.vlm.model,
+        "heldout": rho,
+        "steps": settings.steps,
+        "videos": len(sets["train"].videos),
+        "seed": config.seed,
+        "seconds": time.perf_counter() - started,
+    }
+    write_atomically(folder / "scorer.json", json.dumps(card, indent=2) + "\n")
+
+
+def _append(file: pathlib.Path, rows: list[dict]) -> None:
+    """Appends lines of JSON."""
+    try:
+        with file.open("a", encoding="utf-8") as stream:
+            stream.writelines(json.dumps(row) + "\n" for row in rows)
+    except OSError as error:
+        raise StorageError(f"{file}: it cannot be written ({error.strerror})") from error

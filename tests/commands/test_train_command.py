@@ -8,10 +8,12 @@ import io
 import json
 import os
 import shutil
+import signal
 
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from flax.traverse_util import flatten_dict
 from rich.console import Console
 
 from jaxreward import train
@@ -21,6 +23,7 @@ from jaxreward.configs import CONFIGS
 from jaxreward.data.video import encode_video
 from jaxreward.envs import registry
 from jaxreward.envs.catrap import art, levels
+from jaxreward.models import lora, weights
 from jaxreward.training import experiment, prepare_scorer, run_folder
 
 TINY = (
@@ -84,7 +87,7 @@ def no_long_work(monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("long work began before the error was found")
 
-    for name in ("demonstrate", "train_ranker"):
+    for name in ("demonstrate", "train_ranker", "train_vlm_ranker"):
         monkeypatch.setattr(prepare_scorer, name, refuse)
     for name in ("run_preflight", "act"):
         monkeypatch.setattr(experiment, name, refuse)
@@ -137,6 +140,56 @@ def test_a_vision_language_model_is_asked(tiny_chat_folder, tmp_path):
     assert [row["reward/parse_failure_share"] for row in rows] == [1, 1]
     assert rows[0]["reward/queries"] == 4
     assert [row["return"] for row in rows] == [-1, -1]
+
+
+TINY_VLM = (
+    "--vlm.max-new-tokens=32 --vlm-rank.format-steps=1 --vlm-rank.steps=2 --vlm-rank.batch-size=2 "
+    "--vlm-rank.group-size=2 --vlm-rank.evaluate-every=1 --vlm-rank.evaluation-clips=2 "
+    "--vlm-rank.clips.length=4 --vlm-rank.clips.stride=whole --vlm-rank.grpo.minibatch-size=2 "
+    "--videos.count=3 --videos.held-out-levels --env.num-envs=2 --env.max-episode-steps=16 "
+    "--loop.rollout-length=16 --act.updates=1 --agent.epochs=1 --agent.minibatches=1 --reward.frames=3 "
+    "--eval-episodes=2 --no-preflight"
+)
+
+
+def test_a_vision_language_model_is_taught(tiny_chat_folder, tmp_path, monkeypatch, capsys):
+    """Ctrl-C between updates, then resumed; another run then takes the adapter, or refuses a damaged one."""
+    arguments = ["--config=catrap_vlm_rta", "--vlm.model", tiny_chat_folder, *TINY_VLM.split()]
+    append = prepare_scorer._append
+
+    def strike(file, rows):
+        append(file, rows)
+        if file.name == "rank_metrics.jsonl" and rows[0]["step"] == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_scorer, "_append", strike)
+        assert execute(*arguments, "--runs", tmp_path / "taught") == 130
+    (taught,) = (tmp_path / "taught").iterdir()
+    assert not (taught / "scorer").exists()
+    assert execute("--resume", taught) == 0
+    rows = [json.loads(line) for line in (taught / "rank_metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert ["reward" in row for row in rows] == [False, True, True]
+    samples = [json.loads(line) for line in (taught / "rank_samples.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in samples] == [2, 2, 3, 3]
+    assert -1 <= json.loads((taught / "summary.json").read_text())["heldout_rho"] <= 1
+    found, _ = lora.load(taught / "scorer", weights.load(tiny_chat_folder).architecture)
+    assert any(np.any(array) for path, array in flatten_dict(found).items() if path[-1] == "b")
+    capsys.readouterr()
+    assert execute(*arguments, "--scorer", taught, "--runs", tmp_path / "taken") == 0
+    assert "Stage 1 (rank)" not in capsys.readouterr().out
+    card = taught / "scorer" / "scorer.json"
+    card.write_text("{}")
+    assert execute(*arguments, "--scorer", taught, "--runs", tmp_path / "refused") == 2
+    assert_one_line(capsys, str(card), "model")
+
+
+def test_a_model_that_is_nowhere_to_be_found(tmp_path, capsys, no_long_work):
+    missing = tmp_path / "no_model"
+    assert execute("--config=catrap_vlm_rta", "--vlm.model", missing, "--runs", tmp_path / "runs") == 2
+    assert_one_line(capsys, str(missing), "config.json")
+    assert not list((tmp_path / "runs").glob("*"))
 
 
 @pytest.mark.parametrize(

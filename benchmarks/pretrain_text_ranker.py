@@ -1,0 +1,408 @@
+"""Makes a small Qwen3-VL from nothing that reads frames of Catrap and answers in text.
+
+    python benchmarks/pretrain_text_ranker.py --out text_ranker
+
+No small vision-language model is at hand whose weights could be shipped, so this one is trained here: first
+its vision tower to name the sprite of every cell, then the whole to say where the cat is and how many
+monsters are left in every frame of a shuffled clip. Its levels are drawn at random; no shipped level is among
+them, and no order of frames is ever seen. What comes out is a Hugging Face folder (config.json,
+model.safetensors, tokenizer, preprocessor_config.json), as every other model is read from one. Stage 1 then
+teaches it to rank: see benchmarks/catrap_text_ranker.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import time
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from jaxreward.agents import supervised_fine_tuning
+from jaxreward.envs.catrap import art, generate, levels, render
+from jaxreward.models import weights
+from jaxreward.models.chat import QWEN_IMAGE_TOKEN, make_prompts, qwen_image_texts
+from jaxreward.models.generate import GenerateConfig
+from jaxreward.models.preprocess import load_image_spec, qwen_patches
+from jaxreward.models.qwen_inputs import rope_positions, vision_inputs
+from jaxreward.models.tokenizer import load_tokenizer, token_ids
+from jaxreward.scorers import prompts as questions
+from jaxreward.scorers.chat_model import ChatModel
+
+TASK = "Kill all monsters by walking the cat into them from the side."
+MOST_FRAMES = 15
+SPECIAL = (
+    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
+    "<|image_pad|>", "<|video_pad|>",
+)  # fmt: skip
+TEMPLATE = """\
+{%- for message in messages -%}
+<|im_start|>{{ message['role'] }}
+{% if message['content'] is string -%}
+{{- message['content'] -}}
+{%- else -%}
+{%- for part in message['content'] -%}
+{%- if part['type'] == 'image' -%}
+<|vision_start|><|image_pad|><|vision_end|>
+{%- elif part['type'] == 'text' -%}
+{{- part['text'] -}}
+{%- endif -%}
+{%- endfor -%}
+{%- endif -%}
+<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt -%}
+<|im_start|>assistant
+{% endif -%}
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How the model is made.
+
+    Attributes:
+      out: the folder of the model; a folder that is complete is left as it is.
+      vision_steps: steps of the vision tower alone, on cells.
+      stages: (steps, frames of a clip, clips of a step) of the whole, in order; a single frame has no anchor.
+      vision_learning_rate: the largest of a cosine schedule, for the tower.
+      learning_rate: the same for the decoder.
+      levels: random levels that the frames are of.
+      seed: of everything.
+      report_every: steps between reports.
+    """
+
+    out: pathlib.Path = pathlib.Path("text_ranker")
+    vision_steps: int = 1500
+    stages: tuple[tuple[int, int, int], ...] = ((500, 1, 64), (400, 4, 24), (700, 15, 16))
+    vision_learning_rate: float = 2e-3
+    learning_rate: float = 1e-3
+    levels: int = 512
+    seed: int = 0
+    report_every: int = 50
+
+
+def describe_frames(count: int, *, anchor: bool = True) -> list[dict]:
+    """Asks for the cells of shuffled frames, in the layout in which Stage 1 asks for ranks."""
+    content = [{"type": "text", "text": "The beginning:"}, questions.IMAGE] if anchor else []
+    for frame in range(1, count + 1):
+        content += [{"type": "text", "text": f"\nFrame {frame}:"}, questions.IMAGE]
+    request = f"\n\nFor each of the {count} frames say where the cat is and how many monsters there are."
+    return [{"role": "user", "content": [*content, {"type": "text", "text": request}]}]
+
+
+def description(frames: np.ndarray) -> str:
+    """What frames int8 [n, 9, 10] show, one line each."""
+    lines = []
+    for number, frame in enumerate(frames, 1):
+        row, column = np.argwhere(frame >= art.ACTIVE_RIGHT)[0]
+        monsters = int(np.isin(frame, (art.WALKER, art.FLYER)).sum())
+        lines.append(f"Frame {number}: cat {row} {column} monsters {monsters}")
+    return "\n".join(lines)
+
+
+def make_tokenizer(folder: pathlib.Path) -> dict[str, int]:
+    """Trains a small byte-level BPE on the texts that the model will see; returns the ids of SPECIAL."""
+    texts = []
+    for count in range(1, MOST_FRAMES + 5):
+        for describe in (False, True):
+            (turn,) = questions.rank_frames(TASK, count, describe=describe)
+            texts += [part["text"] for part in turn["content"] if part["type"] == "text"]
+        (turn,) = describe_frames(count)
+        texts += [part["text"] for part in turn["content"] if part["type"] == "text"]
+        texts.append(questions.rank_answer(range(1, count + 1)))
+        texts.append(questions.rank_answer(range(1, count + 1), description="a frame"))
+    texts += [f" {number}" for number in range(100)]
+    texts.append("user assistant system cat row column monsters")
+    tokenizer = Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(r" ?[^\s]+|\s"), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=1024, min_frequency=1, show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    return {text: tokenizer.token_to_id(text) for text in SPECIAL} | {"": tokenizer.get_vocab_size()}
+
+
+def make_config(ids: dict[str, int]) -> dict:
+    """config.json of the model: 0.9 million parameters in the shape of Qwen3-VL."""
+    return {
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "model_type": "qwen3_vl",
+        "dtype": "float32",
+        "tie_word_embeddings": True,
+        "image_token_id": ids["<|image_pad|>"],
+        "video_token_id": ids["<|video_pad|>"],
+        "vision_start_token_id": ids["<|vision_start|>"],
+        "vision_end_token_id": ids["<|vision_end|>"],
+        "text_config": {
+            "model_type": "qwen3_vl_text",
+            "vocab_size": -(-ids[""] // 64) * 64,
+            "hidden_size": 128,
+            "intermediate_size": 384,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-6,
+            "attention_bias": False,
+            "max_position_embeddings": 4096,
+            "eos_token_id": ids["<|im_end|>"],
+            "rope_parameters": {
+                "rope_type": "default", "mrope_interleaved": True, "mrope_section": [6, 5, 5],
+                "rope_theta": 10000.0,
+            },
+        },
+        "vision_config": {
+            "model_type": "qwen3_vl_vision",
+            "depth": 3,
+            "hidden_size": 64,
+            "intermediate_size": 192,
+            "num_heads": 4,
+            "in_channels": 3,
+            "patch_size": 10,
+            "temporal_patch_size": 2,
+            "spatial_merge_size": 2,
+            "out_hidden_size": 128,
+            "num_position_embeddings": 16,
+            "hidden_act": "gelu_pytorch_tanh",
+            "deepstack_visual_indexes": [0, 1],
+        },
+    }  # fmt: skip
+
+
+class Pictures:
+    """Clips of random levels, with the cat and the monsters in random cells."""
+
+    def __init__(self, count: int, seed: int) -> None:
+        """Draws `count` levels, none of which is shipped."""
+        rng = np.random.default_rng(seed)
+        shipped = {level.cells.tobytes() for level in levels.all_levels()}
+        self.levels = []
+        while len(self.levels) < count:
+            cells = generate.draw(rng)
+            if cells.tobytes() not in shipped:
+                self.levels.append(cells)
+        self.rng = rng
+        self._render = jax.jit(lambda frames: render.render(frames, 4))
+
+    def pixels(self, frames: np.ndarray) -> np.ndarray:
+        """uint8 [n, 36, 40, 3] of compact frames [..., 9, 10]."""
+        return np.asarray(self._render(frames)).reshape(-1, 36, 40, 3)
+
+    def draw(self, batch: int, frames: int) -> np.ndarray:
+        """int8 [batch, frames, 9, 10], compact frames; those of a clip are of one level."""
+        rng, clips = self.rng, np.empty((batch, frames, art.ROWS, art.COLUMNS), np.int8)
+        for clip in clips:
+            level = self.levels[rng.integers(len(self.levels))].copy()
+            free = (level == art.CAT) | np.isin(level, (art.WALKER, art.FLYER))
+            kinds = level[np.isin(level, (art.WALKER, art.FLYER))]
+            level[free] = art.EMPTY
+            for frame in clip:
+                frame[:] = level
+                sand = np.argwhere(frame == art.SAND)
+                for row, column in sand[rng.random(len(sand)) < 0.2]:
+                    frame[row, column] = art.EMPTY
+                open_cells = np.argwhere(np.isin(frame, (art.EMPTY, art.LADDER)))
+                left = rng.integers(0, len(kinds) + 1)
+                chosen = open_cells[rng.permutation(len(open_cells))[: left + 1]]
+                for kind, (row, column) in zip(kinds[:left], chosen[1:], strict=False):
+                    frame[row, column] = kind
+                row, column = chosen[0]
+                cat = art.ACTIVE_LADDER if frame[row, column] == art.LADDER else art.ACTIVE_RIGHT
+                frame[row, column] = cat + (cat == art.ACTIVE_RIGHT) * rng.integers(2)
+        return clips
+
+
+class CellReader(nn.Module):
+    """Throw-away heads that say what image tokens [F, n, D] show: every cell, and where the cat is.
+
+    The second is linear in the mean of the tokens, so that it is easy to read for attention, too.
+    """
+
+    @nn.compact
+    def __call__(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns logits (of each cell's sprite [F, 90, 13], of the cat's cell [F, 90])."""
+        cells = nn.Dense(art.ROWS * art.COLUMNS * art.NUM_SPRITES)(rows.reshape(len(rows), -1))
+        return cells.reshape(len(rows), -1, art.NUM_SPRITES), nn.Dense(art.ROWS * art.COLUMNS)(rows.mean(1))
+
+
+def pretrain_vision(options: Options, module, params, pictures: Pictures, spec, started: float):
+    """Trains the vision tower on the cells of frames; returns (params, reports)."""
+    frames, reader = 128, CellReader()
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, options.vision_learning_rate, 50, options.vision_steps, 0.1 * options.vision_learning_rate
+    )
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(schedule))
+
+    def features(trained, images):
+        full = {"params": {**params["params"], "vision": trained["vision"]}}
+        return module.apply(full, images, method="encode_images").rows.reshape(frames, -1, 128)
+
+    @jax.jit
+    def step(trained, state, images, sprites):
+        def loss(trained):
+            cells, cat = reader.apply(trained["reader"], features(trained, images))
+            flat = sprites.reshape(frames, -1)
+            place = jnp.argmax(flat >= art.ACTIVE_RIGHT, axis=-1)
+            xent = optax.softmax_cross_entropy_with_integer_labels
+            right = (jnp.argmax(cells, -1) == flat).mean()
+            found = (jnp.argmax(cat, -1) == place).mean()
+            wrong = 0.2 * xent(cells, flat).sum(-1).mean() + 5.0 * xent(cat, place).mean()
+            return wrong, (right, found)
+
+        (value, shares), gradients = jax.value_and_grad(loss, has_aux=True)(trained)
+        updates, state = optimizer.update(gradients, state)
+        return optax.apply_updates(trained, updates), state, value, shares
+
+    trained = {
+        "vision": params["params"]["vision"],
+        "reader": reader.init(jax.random.key(options.seed + 1), jnp.zeros((1, 4, 128))),
+    }
+    state, history = optimizer.init(trained), []
+    for number in range(1, options.vision_steps + 1):
+        sprites = pictures.draw(frames // 4, 4).reshape(frames, art.ROWS, art.COLUMNS)
+        images = vision_inputs(module.config, *qwen_patches(list(pictures.pixels(sprites)), spec))
+        trained, state, value, (right, found) = step(trained, state, images, sprites)
+        if number % (5 * options.report_every) == 0:
+            seconds = time.perf_counter() - started
+            history.append({"vision_step": number, "cells": float(right), "cat": float(found)})
+            print(
+                f"vision {number}/{options.vision_steps}  loss {float(value):.3f}  cells {float(right):.3f}  "
+                f"cat {float(found):.3f}  {seconds:.0f} s",
+                flush=True,
+            )
+    return {"params": {**params["params"], "vision": trained["vision"]}}, history
+
+
+def main(options: Options) -> None:
+    """Makes the folder, or says that it is there."""
+    if (options.out / "model.safetensors").exists():
+        print(f"{options.out} is complete")
+        return
+    started, folder = time.perf_counter(), options.out
+    ids = make_tokenizer(folder)
+    config = make_config(ids)
+    architecture = weights.build(config)
+    preprocessor = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "patch_size": 10,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "size": {"shortest_edge": 400, "longest_edge": 65536},
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    }
+    (folder / "preprocessor_config.json").write_text(
+        json.dumps(preprocessor, indent=2) + "\n", encoding="utf-8"
+    )
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids["<|im_end|>"]}) + "\n")
+    tokenizer, spec, module = load_tokenizer(folder), load_image_spec(folder), architecture.module
+    params = architecture.initialise(jax.random.key(options.seed))
+    print(f"{sum(x.size for x in jax.tree.leaves(params)):,} parameters, {ids['']} tokens")
+
+    pictures = Pictures(options.levels, options.seed)
+    params, history = pretrain_vision(options, module, params, pictures, spec, started)
+    total = sum(steps for steps, _, _ in options.stages)
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, options.learning_rate, 50, total, 0.05 * options.learning_rate
+    )
+    # Until the decoder reads, it would only spoil what the tower knows; DeepStack's mergers are new to both.
+    learns = jax.tree.map_with_path(
+        lambda path, _: path[1].key != "vision" or path[2].key == "deepstack", params
+    )
+    adam = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.01))
+    optimizer = optax.partition({True: adam, False: optax.set_to_zero()}, learns)
+    step = supervised_fine_tuning.make_step(
+        module, optimizer, lambda variables, trained: trained,
+        lambda variables, images: module.apply(variables, images, method="encode_images"),
+    )  # fmt: skip
+    state = optimizer.init(params)
+
+    def batch(size: int, frames: int):
+        clips, shown = pictures.draw(size, frames), max(frames - 1, 1)
+        patches, grids = qwen_patches(list(pictures.pixels(clips)), spec)
+        prompts = make_prompts(
+            tokenizer, [describe_frames(shown, anchor=frames > 1)] * size,
+            image_token=QWEN_IMAGE_TOKEN, image_texts=qwen_image_texts(grids),
+            positions=lambda tokens, own: rope_positions(tokens, grids[own], module.config),
+        )  # fmt: skip
+        texts = [description(clip[-shown:]) for clip in clips]
+        answers = [[*row, ids["<|im_end|>"]] for row in token_ids(tokenizer, texts, add_special_tokens=False)]
+        tokens = np.zeros((size, 8 * shown), np.int32)
+        for row, own in zip(tokens, answers, strict=True):
+            row[: len(own)] = own
+        where = np.arange(tokens.shape[1]) < np.array([[len(own)] for own in answers])
+        return prompts, vision_inputs(module.config, patches, grids), tokens, where
+
+    losses, number = [], 0
+    for steps, frames, size in options.stages:
+        for _ in range(steps):
+            params, state, loss = step(params, state, {}, *batch(size, frames))
+            losses.append(loss)
+            number += 1
+            if number % options.report_every == 0:
+                seconds = time.perf_counter() - started
+                history.append({"step": number, "loss": float(jnp.stack(losses).mean()), "seconds": seconds})
+                print(
+                    f"text {number}/{total}  {frames} frames  loss {history[-1]['loss']:.4f}  {seconds:.0f}s",
+                    flush=True,
+                )
+                losses.clear()
+    made = weights.Model(architecture, config, params, folder, (ids["<|im_end|>"],))
+    final = folder.with_name(folder.name + ".saved")
+    weights.save(final, made)
+    for file in final.iterdir():
+        file.replace(folder / file.name)
+    final.rmdir()
+    record = {
+        "parameters": sum(x.size for x in jax.tree.leaves(params)),
+        "seconds": time.perf_counter() - started,
+        "right": check(folder),
+        "history": history,
+    }
+    (folder / "pretraining.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def check(folder: pathlib.Path) -> float:
+    """The share of lines about fresh random levels that the model says right, with greedy answers."""
+    chat = ChatModel.load(folder)
+    pictures = Pictures(64, 1)
+    clips = pictures.draw(16, MOST_FRAMES)
+    pixels = pictures.pixels(clips)
+    answers, _ = chat.answer(
+        chat.model.params, [describe_frames(MOST_FRAMES - 1)] * 16, pixels, jax.random.key(0),
+        GenerateConfig(0.0, 128),
+    )  # fmt: skip
+    said = [line for answer in answers for line in answer.splitlines()]
+    true = [line for clip in clips for line in description(clip[1:]).splitlines()]
+    right = sum(a == b for a, b in zip(said, true, strict=False)) / len(true)
+    print(f"{answers[0]}\nlines that are right: {right:.3f} of {len(true)}")
+    return right
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))
