@@ -4,10 +4,11 @@
 
 No small vision-language model is at hand whose weights could be shipped, so this one is trained here: first
 its vision tower to name the sprite of every cell, then the whole to say where the cat is and how many
-monsters are left in every frame of a shuffled clip. Its levels are drawn at random; no shipped level is among
-them, and no order of frames is ever seen. What comes out is a Hugging Face folder (config.json,
-model.safetensors, tokenizer, preprocessor_config.json), as every other model is read from one. Stage 1 then
-teaches it to rank: see benchmarks/catrap_text_ranker.py.
+monsters are left in every frame of a shuffled clip, and the form of an answer with ranks, which are drawn at
+random. Its levels are drawn at random, too; no shipped level is among them, and no order of frames is ever
+seen. What comes out is a Hugging Face folder (config.json, model.safetensors, tokenizer,
+preprocessor_config.json), as every other model is read from one. Stage 1 then teaches it to rank: see
+benchmarks/catrap_text_ranker.py.
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ class Options:
       out: the folder of the model; a folder that is complete is left as it is.
       vision_steps: steps of the vision tower alone, on cells.
       stages: (steps, frames of a clip, clips of a step) of the whole, in order; a single frame has no anchor.
+      format_steps: steps after that, every other one on the form of an answer with random ranks.
       vision_learning_rate: the largest of a cosine schedule, for the tower.
       learning_rate: the same for the decoder.
       levels: random levels that the frames are of.
@@ -82,6 +84,7 @@ class Options:
     out: pathlib.Path = pathlib.Path("text_ranker")
     vision_steps: int = 1500
     stages: tuple[tuple[int, int, int], ...] = ((500, 1, 64), (400, 4, 24), (700, 15, 16))
+    format_steps: int = 400
     vision_learning_rate: float = 2e-3
     learning_rate: float = 1e-3
     levels: int = 512
@@ -298,6 +301,62 @@ def pretrain_vision(options: Options, module, params, pictures: Pictures, spec, 
     return {"params": {**params["params"], "vision": trained["vision"]}}, history
 
 
+class Lesson:
+    """Draws batches: shuffled clips, a request and the answers to learn."""
+
+    def __init__(self, tokenizer, spec, module, pictures: Pictures, end: int, seed: int) -> None:
+        """Binds the parts; `end` is the token that ends an answer."""
+        self.tokenizer, self.spec, self.module, self.pictures = tokenizer, spec, module, pictures
+        self.end, self.rng = end, np.random.default_rng(seed)
+
+    def draw(self, size: int, frames: int, *, rank: bool):
+        """(prompts, images, tokens, where) of `size` clips; with `rank` the answers are random orders."""
+        clips, shown = self.pictures.draw(size, frames), max(frames - 1, 1)
+        patches, grids = qwen_patches(list(self.pictures.pixels(clips)), self.spec)
+        if rank:
+            request = questions.rank_frames(TASK, shown, describe=False)
+            texts = [questions.rank_answer(1 + self.rng.permutation(shown)) for _ in clips]
+        else:
+            request = describe_frames(shown, anchor=frames > 1)
+            texts = [description(clip[-shown:]) for clip in clips]
+        prompts = make_prompts(
+            self.tokenizer, [request] * size,
+            image_token=QWEN_IMAGE_TOKEN, image_texts=qwen_image_texts(grids),
+            positions=lambda tokens, own: rope_positions(tokens, grids[own], self.module.config),
+        )  # fmt: skip
+        rows = token_ids(self.tokenizer, texts, add_special_tokens=False)
+        answers = [[*row, self.end] for row in rows]
+        tokens = np.zeros((size, 8 * shown), np.int32)
+        for row, own in zip(tokens, answers, strict=True):
+            row[: len(own)] = own
+        where = np.arange(tokens.shape[1]) < np.array([[len(own)] for own in answers])
+        return prompts, vision_inputs(self.module.config, patches, grids), tokens, where
+
+
+def pretrain_text(options: Options, lesson: Lesson, optimizer, params, lessons, started: float):
+    """Trains on `lessons`, a list of (rank, frames of a clip, clips); returns (params, reports)."""
+    module = lesson.module
+    step = supervised_fine_tuning.make_step(
+        module, optimizer, lambda variables, trained: trained,
+        lambda variables, images: module.apply(variables, images, method="encode_images"),
+    )  # fmt: skip
+    state, history, losses = optimizer.init(params), [], {False: [], True: []}
+    for number, (rank, frames, size) in enumerate(lessons, 1):
+        params, state, loss = step(params, state, {}, *lesson.draw(size, frames, rank=rank))
+        losses[rank].append(loss)
+        if number % options.report_every == 0:
+            seconds = time.perf_counter() - started
+            record = {"step": number, "frames": frames, "seconds": seconds}
+            for kind, found in losses.items():
+                if found:
+                    record["rank_loss" if kind else "loss"] = float(jnp.stack(found).mean())
+                    found.clear()
+            history.append(record)
+            shown = "  ".join(f"{name} {value:.4g}" for name, value in record.items())
+            print(f"text, of {len(lessons)}: {shown}", flush=True)
+    return params, history
+
+
 def main(options: Options) -> None:
     """Makes the folder, or says that it is there."""
     if (options.out / "model.safetensors").exists():
@@ -326,52 +385,22 @@ def main(options: Options) -> None:
 
     pictures = Pictures(options.levels, options.seed)
     params, history = pretrain_vision(options, module, params, pictures, spec, started)
-    total = sum(steps for steps, _, _ in options.stages)
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0, options.learning_rate, 50, total, 0.05 * options.learning_rate
-    )
     # Until the decoder reads, it would only spoil what the tower knows; DeepStack's mergers are new to both.
     learns = jax.tree.map_with_path(
         lambda path, _: path[1].key != "vision" or path[2].key == "deepstack", params
     )
-    adam = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.01))
-    optimizer = optax.partition({True: adam, False: optax.set_to_zero()}, learns)
-    step = supervised_fine_tuning.make_step(
-        module, optimizer, lambda variables, trained: trained,
-        lambda variables, images: module.apply(variables, images, method="encode_images"),
-    )  # fmt: skip
-    state = optimizer.init(params)
-
-    def batch(size: int, frames: int):
-        clips, shown = pictures.draw(size, frames), max(frames - 1, 1)
-        patches, grids = qwen_patches(list(pictures.pixels(clips)), spec)
-        prompts = make_prompts(
-            tokenizer, [describe_frames(shown, anchor=frames > 1)] * size,
-            image_token=QWEN_IMAGE_TOKEN, image_texts=qwen_image_texts(grids),
-            positions=lambda tokens, own: rope_positions(tokens, grids[own], module.config),
-        )  # fmt: skip
-        texts = [description(clip[-shown:]) for clip in clips]
-        answers = [[*row, ids["<|im_end|>"]] for row in token_ids(tokenizer, texts, add_special_tokens=False)]
-        tokens = np.zeros((size, 8 * shown), np.int32)
-        for row, own in zip(tokens, answers, strict=True):
-            row[: len(own)] = own
-        where = np.arange(tokens.shape[1]) < np.array([[len(own)] for own in answers])
-        return prompts, vision_inputs(module.config, patches, grids), tokens, where
-
-    losses, number = [], 0
-    for steps, frames, size in options.stages:
-        for _ in range(steps):
-            params, state, loss = step(params, state, {}, *batch(size, frames))
-            losses.append(loss)
-            number += 1
-            if number % options.report_every == 0:
-                seconds = time.perf_counter() - started
-                history.append({"step": number, "loss": float(jnp.stack(losses).mean()), "seconds": seconds})
-                print(
-                    f"text {number}/{total}  {frames} frames  loss {history[-1]['loss']:.4f}  {seconds:.0f}s",
-                    flush=True,
-                )
-                losses.clear()
+    describing = [(False, frames, size) for steps, frames, size in options.stages for _ in range(steps)]
+    frames, size = options.stages[-1][1:]
+    ranking = [(step % 2 == 1, frames, size) for step in range(options.format_steps)]
+    lesson = Lesson(tokenizer, spec, module, pictures, ids["<|im_end|>"], options.seed)
+    for lessons in (describing, ranking):
+        schedule = optax.warmup_cosine_decay_schedule(
+            0.0, options.learning_rate, 50, len(lessons), 0.05 * options.learning_rate
+        )
+        adam = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.01))
+        optimizer = optax.partition({True: adam, False: optax.set_to_zero()}, learns)
+        params, rows = pretrain_text(options, lesson, optimizer, params, lessons, started)
+        history += rows
     made = weights.Model(architecture, config, params, folder, (ids["<|im_end|>"],))
     final = folder.with_name(folder.name + ".saved")
     weights.save(final, made)
