@@ -44,7 +44,10 @@ def test_the_readme_shows_its_main_command():
     assert len(COMMANDS) >= 10 and ("train", "--config=catrap_rta") in [(m, t.strip()) for m, t in COMMANDS]
 
 
-@pytest.mark.parametrize("page", ["README.md", "BUILD.md", "docs/decisions.md", "docs/levels.md", "docs/models.md", "docs/scaling.md"])
+@pytest.mark.parametrize(
+    "page",
+    ["README.md", "BUILD.md", "docs/decisions.md", "docs/levels.md", "docs/models.md", "docs/scaling.md"],
+)
 def test_links_lead_to_files(page):
     for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text()):
         assert (ROOT / page).parent.joinpath(target).exists(), f"{page} links to {target}"

@@ -506,7 +506,7 @@ class Generator:
             temperature=np.float32(config.temperature), max_new_tokens=self.buckets.fit("new_tokens", limit)
         )
         parts = []
-        for first, size, part in self._parts(prompts):
+        for first, size, part in self.parts(prompts):
             state = self._prefill(variables, part, features, key, config, np.int32(first * config.samples))
             state = self._decode(variables, state, config, np.int32(limit))
             rows = size * config.samples
@@ -548,7 +548,7 @@ class Generator:
             )
         samples, longest = rows // batch, self.buckets.fit("new_tokens", count)
         found = []
-        for first, size, part in self._parts(prompts):
+        for first, size, part in self.parts(prompts):
             mine = slice(first * samples, (first + size) * samples)
             missing = ((0, (part.tokens.shape[0] - size) * samples), (0, longest - count))
             values = self._log_probabilities(
@@ -577,7 +577,7 @@ class Generator:
                 "Is the tokenizer that of the model?"
             )
 
-    def _parts(self, prompts: Prompts) -> Iterator[tuple[int, int, Prompts]]:
+    def parts(self, prompts: Prompts) -> Iterator[tuple[int, int, Prompts]]:
         """Yields (number of the first prompt, how many, those prompts padded to buckets)."""
         most = self.buckets.prompts[-1]
         for first in range(0, prompts.tokens.shape[0], most):

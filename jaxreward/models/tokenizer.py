@@ -151,7 +151,8 @@ def render_chat(
     Args:
       tokenizer: from `load_tokenizer`.
       messages: each with 'role' and 'content'; the content is a string, or a list of {'type': 'text',
-        'text': ...} and {'type': 'image'}. Other fields of an image part (the image itself) are left out.
+        'text': ...}, {'type': 'image'} and {'type': 'token', 'token': ...}, a special token that is meant as
+        one. Other fields of an image part (the image itself) are left out.
       image_token: what the template writes for an image; None: there must be no images.
       add_generation_prompt: whether the assistant's turn is begun at the end.
 
@@ -239,6 +240,12 @@ def _role(message: Message, number: int, special: set[str]) -> str:
     return neutralise(message["role"], special)
 
 
+class _Token(str):
+    """A special token that stands in a text on purpose."""
+
+    __slots__ = ()
+
+
 def _parts(message: Message, number: int, special: set[str]) -> list[str | None]:
     """A message's content as texts, with None for an image."""
     content = message.get("content")
@@ -253,18 +260,26 @@ def _parts(message: Message, number: int, special: set[str]) -> list[str | None]
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind == "image":
             parts.append(None)
+        elif kind == "token" and isinstance(part.get("token"), str):
+            if part["token"] not in special:
+                raise ModelError(
+                    f"message {number} names the token {part['token']!r}, which the tokenizer does not have; "
+                    "use the tokenizer of the model's folder"
+                )
+            parts.append(_Token(part["token"]))
         elif kind == "text" and isinstance(part.get("text"), str):
             # Joined first: two parts could spell out a special token together.
-            if parts and parts[-1] is not None:
+            if parts and type(parts[-1]) is str:
                 parts[-1] += part["text"]
             else:
                 parts.append(part["text"])
         else:
             raise ModelError(
-                f"message {number} has a part {part!r:.80}; {{'type': 'text', 'text': ...}} or "
-                "{'type': 'image'} was expected (a video is a list of images)"
+                f"message {number} has a part {part!r:.80}; {{'type': 'text', 'text': ...}}, "
+                "{'type': 'image'} or {'type': 'token', 'token': ...} was expected (a video is a list of "
+                "images)"
             )
-    return [None if part is None else neutralise(part, special) for part in parts]
+    return [neutralise(part, special) if type(part) is str else part for part in parts]
 
 
 def _content(parts: list[str | None], as_list: bool) -> str | list[dict[str, str]]:

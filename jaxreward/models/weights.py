@@ -48,6 +48,7 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
         "idefics3": "smolvlm",
         "llama": "llama",
         "bert": "minilm",
+        "robometer": "robometer",
     }
 )
 
@@ -141,6 +142,7 @@ def load(
     dtype: str = "float32",
     mesh: Mesh | None = None,
     rules: parallel.Rules | None = None,
+    config: Mapping[str, Any] | None = None,
 ) -> Model:
     """Loads a Hugging Face folder: config.json and one or many safetensors files.
 
@@ -150,6 +152,7 @@ def load(
         keeps in float32 although `dtype` is bfloat16 is float32, unless it is stored in bfloat16.
       mesh: places every parameter by the logical names of its axes; None: on the default device.
       rules: of `jaxreward.parallel`; its `DEFAULT_RULES` if None.
+      config: takes the place of config.json, for folders whose own does not tell all.
 
     Returns:
       The model; every parameter is as `architecture.initialise` shapes it.
@@ -159,7 +162,7 @@ def load(
         missing, unexpected, misshapen or not finite.
     """
     folder = Path(path)
-    config = read_config(folder)
+    config = read_config(folder) if config is None else config
     architecture = build(config, dtype=dtype, source=str(folder / "config.json"))
     entries = _match(folder, architecture, read_headers(folder))
     shapes = parameter_shapes(architecture)

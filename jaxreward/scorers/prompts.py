@@ -115,3 +115,57 @@ def is_completed(task: str, count: int, *, robot: bool = False) -> list[Message]
         "statement is True or not. The answer is:"
     )
     return [{"role": "user", "content": [*[IMAGE] * count, _text(statement)]}]
+
+
+def robometer_progress(task: str, count: int) -> list[Message]:
+    """Asks Robometer for the progress at each frame, word for word as it was trained (arXiv:2603.02115).
+
+    Args:
+      task: the task sentence.
+      count: frames of the video, in order.
+
+    Returns:
+      One user turn with `count` images, a progress token behind each.
+    """
+    request = (
+        f"The task for the robot is '{task}'. Given the trajectory video, predict the task progress at each "
+        "frame, how far along the robot is towards completing the task, a float between 0 and 1, where 0 is "
+        "the starting state and 1 is when the task is completed. If the robot is not performing the same "
+        "task, predict 0 progress."
+    )
+    return [{"role": "user", "content": [_text(request), *_judged(1, count)]}]
+
+
+def robometer_preference(task: str, first: int, second: int) -> list[Message]:
+    """Asks Robometer which of two videos is the better, word for word as it was trained.
+
+    Args:
+      task: the task sentence.
+      first: frames of the first video.
+      second: frames of the second video.
+
+    Returns:
+      One user turn with `first + second` images and the preference token at its end.
+    """
+    request = (
+        f"Given these two trajectories for the task '{task}', evaluate which one makes more progress towards "
+        "the task. Return A for the first trajectory and B for the second trajectory."
+    )
+    content = [
+        _text(request + "This is Trajectory A. "),
+        *_judged(1, first),
+        {"type": "token", "token": "<|split_token|>"},
+        _text("This is Trajectory B. "),
+        *_judged(1 + first, second),
+        _text("Now predict the preference between the two trajectories."),
+        {"type": "token", "token": "<|pref_token|>"},
+    ]
+    return [{"role": "user", "content": content}]
+
+
+def _judged(number: int, count: int) -> list[dict]:
+    """Images with the numbers that Qwen's template gives them (`add_vision_id`) and a token behind each."""
+    parts = []
+    for picture in range(number, number + count):
+        parts += [_text(f"Picture {picture}: "), IMAGE, {"type": "token", "token": "<|prog_token|>"}]
+    return parts
