@@ -39,6 +39,8 @@ from jaxreward.scorers.chat_model import ChatModel
 
 TASK = "Kill all monsters by walking the cat into them from the side."
 MOST_FRAMES = 15
+# What the last lessons are about: the order of time is never one of them.
+MIXED = ("describe", "row", "random", "column")
 SPECIAL = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
     "<|image_pad|>", "<|video_pad|>",
@@ -73,7 +75,7 @@ class Options:
       out: the folder of the model; a folder that is complete is left as it is.
       vision_steps: steps of the vision tower alone, on cells.
       stages: (steps, frames of a clip, clips of a step) of the whole, in order; a single frame has no anchor.
-      format_steps: steps after that, every other one on the form of an answer with random ranks.
+      mixed_steps: steps after that on `MIXED` lessons in turn.
       vision_learning_rate: the largest of a cosine schedule, for the tower.
       learning_rate: the same for the decoder.
       levels: random levels that the frames are of.
@@ -84,7 +86,7 @@ class Options:
     out: pathlib.Path = pathlib.Path("text_ranker")
     vision_steps: int = 1500
     stages: tuple[tuple[int, int, int], ...] = ((500, 1, 64), (400, 4, 24), (700, 15, 16))
-    format_steps: int = 400
+    mixed_steps: int = 800
     vision_learning_rate: float = 2e-3
     learning_rate: float = 1e-3
     levels: int = 512
@@ -109,6 +111,20 @@ def description(frames: np.ndarray) -> str:
         monsters = int(np.isin(frame, (art.WALKER, art.FLYER)).sum())
         lines.append(f"Frame {number}: cat {row} {column} monsters {monsters}")
     return "\n".join(lines)
+
+
+def rank_by(axis: str, count: int) -> list[dict]:
+    """Asks for the order of shuffled frames by the cat's 'row' or 'column', in the form of Stage 1."""
+    (turn,) = describe_frames(count)
+    request = f"\n\nRank the {count} frames by the {axis} of the cat, in this form:\nFrame i: Rank: p"
+    return [{**turn, "content": [*turn["content"][:-1], {"type": "text", "text": request}]}]
+
+
+def ranks_by(axis: str, frames: np.ndarray) -> np.ndarray:
+    """Ranks 1 .. n of frames int8 [n, 9, 10] by the cat's 'row' or 'column'; of equals the first is lower."""
+    cats = np.array([np.argwhere(frame >= art.ACTIVE_RIGHT)[0] for frame in frames])
+    order = np.argsort(cats[:, ("row", "column").index(axis)], kind="stable")
+    return 1 + np.argsort(order)
 
 
 def make_tokenizer(folder: pathlib.Path) -> dict[str, int]:
@@ -302,23 +318,26 @@ def pretrain_vision(options: Options, module, params, pictures: Pictures, spec, 
 
 
 class Lesson:
-    """Draws batches: shuffled clips, a request and the answers to learn."""
+    """Draws batches: shuffled clips, a request and answers; those about progress are random."""
 
     def __init__(self, tokenizer, spec, module, pictures: Pictures, end: int, seed: int) -> None:
         """Binds the parts; `end` is the token that ends an answer."""
         self.tokenizer, self.spec, self.module, self.pictures = tokenizer, spec, module, pictures
         self.end, self.rng = end, np.random.default_rng(seed)
 
-    def draw(self, size: int, frames: int, *, rank: bool):
-        """(prompts, images, tokens, where) of `size` clips; with `rank` the answers are random orders."""
+    def draw(self, size: int, frames: int, about: str):
+        """(prompts, images, tokens, where) of `size` clips; `about` is one of `MIXED`."""
         clips, shown = self.pictures.draw(size, frames), max(frames - 1, 1)
         patches, grids = qwen_patches(list(self.pictures.pixels(clips)), self.spec)
-        if rank:
+        if about == "describe":
+            request = describe_frames(shown, anchor=frames > 1)
+            texts = [description(clip[-shown:]) for clip in clips]
+        elif about == "random":
             request = questions.rank_frames(TASK, shown, describe=False)
             texts = [questions.rank_answer(1 + self.rng.permutation(shown)) for _ in clips]
         else:
-            request = describe_frames(shown, anchor=frames > 1)
-            texts = [description(clip[-shown:]) for clip in clips]
+            request = rank_by(about, shown)
+            texts = [questions.rank_answer(ranks_by(about, clip[-shown:])) for clip in clips]
         prompts = make_prompts(
             self.tokenizer, [request] * size,
             image_token=QWEN_IMAGE_TOKEN, image_texts=qwen_image_texts(grids),
@@ -334,22 +353,22 @@ class Lesson:
 
 
 def pretrain_text(options: Options, lesson: Lesson, optimizer, params, lessons, started: float):
-    """Trains on `lessons`, a list of (rank, frames of a clip, clips); returns (params, reports)."""
+    """Trains on `lessons`, a list of (what about, frames of a clip, clips); returns (params, reports)."""
     module = lesson.module
     step = supervised_fine_tuning.make_step(
         module, optimizer, lambda variables, trained: trained,
         lambda variables, images: module.apply(variables, images, method="encode_images"),
     )  # fmt: skip
-    state, history, losses = optimizer.init(params), [], {False: [], True: []}
-    for number, (rank, frames, size) in enumerate(lessons, 1):
-        params, state, loss = step(params, state, {}, *lesson.draw(size, frames, rank=rank))
-        losses[rank].append(loss)
+    state, history, losses = optimizer.init(params), [], {about: [] for about in MIXED}
+    for number, (about, frames, size) in enumerate(lessons, 1):
+        params, state, loss = step(params, state, {}, *lesson.draw(size, frames, about))
+        losses[about].append(loss)
         if number % options.report_every == 0:
             seconds = time.perf_counter() - started
             record = {"step": number, "frames": frames, "seconds": seconds}
-            for kind, found in losses.items():
+            for name, found in losses.items():
                 if found:
-                    record["rank_loss" if kind else "loss"] = float(jnp.stack(found).mean())
+                    record[f"loss/{name}"] = float(jnp.stack(found).mean())
                     found.clear()
             history.append(record)
             shown = "  ".join(f"{name} {value:.4g}" for name, value in record.items())
@@ -389,11 +408,11 @@ def main(options: Options) -> None:
     learns = jax.tree.map_with_path(
         lambda path, _: path[1].key != "vision" or path[2].key == "deepstack", params
     )
-    describing = [(False, frames, size) for steps, frames, size in options.stages for _ in range(steps)]
+    describing = [("describe", frames, size) for steps, frames, size in options.stages for _ in range(steps)]
     frames, size = options.stages[-1][1:]
-    ranking = [(step % 2 == 1, frames, size) for step in range(options.format_steps)]
+    mixed = [(MIXED[step % len(MIXED)], frames, size) for step in range(options.mixed_steps)]
     lesson = Lesson(tokenizer, spec, module, pictures, ids["<|im_end|>"], options.seed)
-    for lessons in (describing, ranking):
+    for lessons in (describing, mixed):
         schedule = optax.warmup_cosine_decay_schedule(
             0.0, options.learning_rate, 50, len(lessons), 0.05 * options.learning_rate
         )
