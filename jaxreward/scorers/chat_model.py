@@ -80,7 +80,12 @@ class ChatModel:
     """
 
     def __init__(
-        self, model: weights.Model, *, buckets: Buckets | None = None, cached_frames: int = 1024
+        self,
+        model: weights.Model,
+        *,
+        buckets: Buckets | None = None,
+        cached_frames: int = 1024,
+        frame_tokens: tuple[int, int] | None = None,
     ) -> None:
         """Reads tokenizer and preprocessing of the model's folder.
 
@@ -88,6 +93,8 @@ class ChatModel:
           model: from `weights.load`.
           buckets: shapes that programs are compiled for.
           cached_frames: frames whose features are kept.
+          frame_tokens: the fewest and the most image tokens of a frame, for Qwen's models; those of
+            preprocessor_config.json if None.
 
         Raises:
           ModelError: a model that reads no images, or a folder without tokenizer or preprocessor_config.json.
@@ -106,6 +113,15 @@ class ChatModel:
                 f"{model.path}: preprocessor_config.json is that of another family "
                 f"({type(self.spec).__name__} found, {fitting.__name__} expected); copy the model's own"
             )
+        if frame_tokens is not None:
+            if not isinstance(self.spec, QwenImageSpec):
+                raise ModelError(
+                    f"{model.path}: frame_tokens {frame_tokens} found for a model that cuts tiles; expected "
+                    "none"
+                )
+            cell = (self.spec.patch_size * self.spec.merge_size) ** 2
+            fewest, most = (tokens * cell for tokens in frame_tokens)
+            self.spec = dataclasses.replace(self.spec, min_pixels=fewest, max_pixels=most)
         self.image_token = QWEN_IMAGE_TOKEN if isinstance(self.module, QwenVL) else SMOLVLM_IMAGE_TOKEN
         self.generator = Generator(self.module, buckets)
         self._cached_frames = cached_frames
@@ -121,11 +137,10 @@ class ChatModel:
         *,
         dtype: str = "float32",
         mesh: Any = None,
-        buckets: Buckets | None = None,
-        cached_frames: int = 1024,
+        **options: Any,
     ) -> ChatModel:
         """Loads a Hugging Face folder; see `weights.load` and `__init__` for arguments and errors."""
-        return cls(weights.load(path, dtype=dtype, mesh=mesh), buckets=buckets, cached_frames=cached_frames)
+        return cls(weights.load(path, dtype=dtype, mesh=mesh), **options)
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
@@ -152,7 +167,8 @@ class ChatModel:
         Args:
           variables: the model's variables; the vision tower's part decides the features.
           conversations: B chats, see `jaxreward.models.tokenizer.render_chat`.
-          frames: uint8 [N, H, W, 3], one for each image part of the chats, in order.
+          frames: uint8 [N, H, W, 3], one for each image part of the chats, in order; or, for Qwen's models,
+            slices of videos, [N, H, W, 6]: two frames one behind the other (`temporal_patch_size` of them).
           add_generation_prompt: begin the assistant's turn.
 
         Returns:
@@ -302,12 +318,23 @@ class ChatModel:
         self._variables, self._vision = variables, vision
 
     def _qwen_layout(self, shape: tuple[int, ...]) -> _FrameLayout:
-        structure = self.module.config
-        _, grids = qwen_patches([np.zeros(shape, np.uint8)], self.spec)
+        structure, slice_length = self.module.config, self.spec.temporal_patch_size
+
+        def patches(frames: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            if frames.shape[-1] != 3 * slice_length:
+                return qwen_patches(list(frames), self.spec)
+            rows = []
+            for time, part in enumerate(np.split(frames, slice_length, axis=-1)):
+                still, grids = qwen_patches(list(part), self.spec)
+                # A row is [channel, time, pixel]; a still image fills every time with itself.
+                rows.append(still.reshape(len(still), 3, slice_length, -1)[:, :, time])
+            return np.stack(rows, axis=2).reshape(len(rows[0]), -1), grids
+
+        _, grids = patches(np.zeros((1, *shape), np.uint8))
         grid = grids[0]
 
         def inputs(frames: np.ndarray) -> PyTree:
-            return vision_inputs(structure, *qwen_patches(list(frames), self.spec))
+            return vision_inputs(structure, *patches(frames))
 
         def positions(tokens: np.ndarray, images: np.ndarray) -> tuple[np.ndarray, int]:
             return rope_positions(tokens, np.tile(grid, (len(images), 1)), structure)

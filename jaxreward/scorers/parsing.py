@@ -6,7 +6,8 @@ An answer has a block for every frame, in any order, among prose that is ignored
     Frame Description: the cat is on the left   (the short form: one line)
     Rank: 3
 
-A line that begins like a part of an answer must be one; numbers anywhere else are prose.
+A line that begins like a part of an answer must be one; numbers anywhere else are prose. RoboReward's answer
+is one line, 'ANSWER: 4'.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ _FRAME = re.compile(r"\s*Frame\s+([0-9]{1,9})\s*:(.*)", re.DOTALL)
 _DESCRIPTION = re.compile(r"\s*Frame\s+Description\s*:")
 _RANK = re.compile(r"\s*Rank\s*:(.*)", re.DOTALL)
 _PERCENTAGE = re.compile(r"\s*Task\s+Completion\s+Percentages?\s*:(.*)", re.DOTALL)
+_SCORE = re.compile(r"\s*ANSWER\s*:(.*)", re.DOTALL)
 _INTEGER = re.compile(r"\s*([0-9]{1,9})\s*")
 _PERCENT = re.compile(r"\s*([0-9]{1,3}(?:\.[0-9]{1,9})?)\s*%\s*")
 
@@ -66,6 +68,27 @@ def parse_percentages(text: str, count: int) -> Parsed:
     """
     label = "Task Completion Percentages: p%, a number"
     return _parse(text, count, _PERCENTAGE, _PERCENT, 0, 100, label)
+
+
+def parse_score(text: str) -> Parsed:
+    """Reads 'ANSWER: s' of a whole video (RoboReward).
+
+    Args:
+      text: the answer, of any length.
+
+    Returns:
+      One score, a whole number in 1 .. 5. Not ok: no line that begins with 'ANSWER:', several of them, or one
+      that goes on with anything else. (Robometer's reader of such answers falls back on any digit in 1 .. 5,
+      then on 1.)
+    """
+    found = [line for line in map(_SCORE.fullmatch, text.splitlines()) if line is not None]
+    if len(found) != 1:
+        return Parsed(np.zeros(1, np.float32), False, f"{len(found)} lines 'ANSWER: s' found, one expected")
+    value = _INTEGER.fullmatch(found[0][1])
+    if value is None or not 1 <= int(value[1]) <= 5:
+        reason = f"{_shown(found[0][0])} found, ANSWER: s, a whole number in 1 .. 5 expected"
+        return Parsed(np.zeros(1, np.float32), False, reason)
+    return Parsed(np.array([int(value[1])], np.float32), True)
 
 
 def _parse(

@@ -1,6 +1,7 @@
 """What vision-language models are asked about frames.
 
-The papers give the formats of the answers; the wording around them is ours, except TOPReward's statement.
+The papers give the formats of the answers; the wording around them is ours, except TOPReward's statement and
+what Robometer and RoboReward were trained on.
 """
 
 from __future__ import annotations
@@ -136,13 +137,14 @@ def robometer_progress(task: str, count: int) -> list[Message]:
     return [{"role": "user", "content": [_text(request), *_judged(1, count)]}]
 
 
-def robometer_preference(task: str, first: int, second: int) -> list[Message]:
+def robometer_preference(task: str, first: int, second: int, *, progress: bool = True) -> list[Message]:
     """Asks Robometer which of two videos is the better, word for word as it was trained.
 
     Args:
       task: the task sentence.
       first: frames of the first video.
       second: frames of the second video.
+      progress: ask for progress, too: the authors' `predict_pref_progress`.
 
     Returns:
       One user turn with `first + second` images and the preference token at its end.
@@ -151,6 +153,12 @@ def robometer_preference(task: str, first: int, second: int) -> list[Message]:
         f"Given these two trajectories for the task '{task}', evaluate which one makes more progress towards "
         "the task. Return A for the first trajectory and B for the second trajectory."
     )
+    if progress:
+        request += (
+            " Also predict the task progress at each frame of the first trajectory, how far along the robot "
+            "is towards completing the task, a float between 0 and 1, where 0 is the starting state and 1 is "
+            "when the task is completed. If the robot is not performing the same task, predict 0 progress."
+        )
     content = [
         _text(request + "This is Trajectory A. "),
         *_judged(1, first),
@@ -161,6 +169,34 @@ def robometer_preference(task: str, first: int, second: int) -> list[Message]:
         {"type": "token", "token": "<|pref_token|>"},
     ]
     return [{"role": "user", "content": content}]
+
+
+def roboreward(task: str, slices: int) -> list[Message]:
+    """Asks RoboReward for the score of a video's end, word for word as published (arXiv:2601.00675).
+
+    Args:
+      task: the task sentence.
+      slices: of the video, two frames in each, one frame a second.
+
+    Returns:
+      One user turn: each slice behind its time, as Qwen3-VL writes videos, then the rubric.
+    """
+    request = (
+        "Given the task, assign a discrete progress score reward (1,2,3,4,5) for the robot in the video in "
+        "the format: ANSWER: <score>\n"
+        "Rubric for end-of-episode progress (judge only the final state without time limits):\n"
+        "1 - No Success: Final state shows no goal-relevant change for the command.\n"
+        "2 - Minimal Progress: Final state shows a small but insufficient change toward the goal.\n"
+        "3 - Partial Completion: The final state shows good progress toward the goal but violates more than "
+        "one requirement or a major requirement.\n"
+        "4 - Near Completion: Final state is correct in region and intent but misses a single minor "
+        "requirement.\n"
+        "5 - Perfect Completion: Final state satisfies all requirements.\n"
+        f"\nTask: {task}"
+    )
+    # The time of a slice is the mean of its two frames' times.
+    video = [part for number in range(slices) for part in (_text(f"<{2 * number + 0.5:.1f} seconds>"), IMAGE)]
+    return [{"role": "user", "content": [*video, _text(request)]}]
 
 
 def _judged(number: int, count: int) -> list[dict]:

@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxreward.errors import ConfigError, ModelError
 from jaxreward.models import robometer, weights
+from jaxreward.models.generate import Buckets
 from jaxreward.models.tokenizer import Message
 from jaxreward.scorers import prompts
 from jaxreward.scorers.base import Scores
@@ -20,6 +21,8 @@ from jaxreward.scorers.chat_model import ChatModel
 from jaxreward.types import Array, PyTree
 
 TOKENS = (robometer.PROGRESS_TOKEN, robometer.PREFERENCE_TOKEN, robometer.SPLIT_TOKEN)
+# Of qwen-vl-utils, which sizes the authors' images in place of preprocessor_config.json: it enlarges less.
+IMAGE_TOKENS = (4, 16384)
 
 
 class Robometer:
@@ -68,19 +71,42 @@ class Robometer:
 
     @classmethod
     def load(
-        cls, path: str | os.PathLike[str], *, dtype: str = "float32", mesh: Any = None, **options: Any
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        dtype: str = "float32",
+        mesh: Any = None,
+        buckets: Buckets | None = None,
+        cached_frames: int = 1024,
+        **options: Any,
     ) -> Robometer:
-        """Loads a folder in the authors' layout or in LeRobot's; `options` are those of `__init__`.
+        """Loads a folder in the authors' layout or in LeRobot's; frames are sized as in training.
+
+        Args:
+          path: the folder.
+          dtype: of parameters and computation, 'float32' or 'bfloat16'.
+          mesh: places the parameters; None: on the default device.
+          buckets: shapes that programs are compiled for.
+          cached_frames: frames whose features are kept.
+          **options: those of `__init__`.
 
         Raises:
-          ModelError: as `weights.load` and `__init__`, or a folder without a progress head.
+          ModelError: as `weights.load` and `__init__`; a folder without a progress head, or of a model that
+            is read without progress tokens.
         """
         folder = Path(path)
         try:
-            config = robometer.read_structure(weights.read_config(folder), weights.read_headers(folder))
+            settings = folder / "config.yaml"
+            config = robometer.read_structure(
+                weights.read_config(folder),
+                weights.read_headers(folder),
+                settings.read_text(encoding="utf-8", errors="replace") if settings.is_file() else "",
+            )
         except ModelError as error:
             raise error if str(folder) in str(error) else ModelError(f"{folder}: {error}") from error
-        return cls(ChatModel(weights.load(folder, dtype=dtype, mesh=mesh, config=config)), **options)
+        model = weights.load(folder, dtype=dtype, mesh=mesh, config=config)
+        chat_model = ChatModel(model, buckets=buckets, cached_frames=cached_frames, frame_tokens=IMAGE_TOKENS)
+        return cls(chat_model, **options)
 
     def prepare(self, params: PyTree, task: str) -> PyTree:
         """Returns the task sentence."""
@@ -125,7 +151,8 @@ class Robometer:
           second: uint8 [U, H, W, 3], of the same size.
         """
         videos = [video[self._places(len(video))] for video in (np.asarray(first), np.asarray(second))]
-        chats = [prompts.robometer_preference(task, *map(len, videos))]
+        progress = self.chat_model.model.config.get("pairs_ask_progress", True)
+        chats = [prompts.robometer_preference(task, *map(len, videos), progress=progress)]
         found = self._judge(params, chats, np.concatenate(videos), robometer.PREFERENCE_TOKEN, "preference")
         return float(found[0, 0])
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxreward.scorers.parsing import parse_percentages, parse_ranks
+from jaxreward.scorers.parsing import parse_percentages, parse_ranks, parse_score
 
 LONG = """I will compare the 3 frames with the first one.
 
@@ -24,7 +24,9 @@ So the order is 2, 3, 1 (100 %).
 """
 
 prose = st.text(max_size=60).filter(
-    lambda text: not any(line.lstrip().startswith(("Frame", "Rank", "Task")) for line in text.splitlines())
+    lambda text: (
+        not any(line.lstrip().startswith(("Frame", "Rank", "Task", "ANSWER")) for line in text.splitlines())
+    )
 )
 
 
@@ -152,3 +154,57 @@ def test_percentages_with_fractions_and_their_limits():
     assert not parse_percentages(text.replace("100", "101"), 2).ok
     assert not parse_percentages(text.replace("12.5%", "0.125"), 2).ok
     assert not parse_percentages(text.replace("12.5%", "-12.5%"), 2).ok
+
+
+@given(prose, st.integers(1, 5), prose)
+def test_a_score_among_prose(before, score, after):
+    parsed = parse_score(f"{before}\nANSWER: {score}\n{after}")
+    assert parsed.ok, parsed.reason
+    assert parsed.values.tolist() == [score]
+    assert parsed.values.dtype == np.float32
+    assert not parse_score(f"ANSWER: {score}\n{before}\nANSWER: {score}").ok
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ("", "0 lines"),
+        ("4", "0 lines"),
+        ("The final state is correct: ANSWER: 4", "0 lines"),
+        ("answer: 4", "0 lines"),
+        ("ANSWER: 4\nANSWER: 4", "2 lines"),
+        ("ANSWER: <4>", "'ANSWER: <4>' found"),
+        ("ANSWER: 0", "1 .. 5 expected"),
+        ("ANSWER: 6", "1 .. 5 expected"),
+        ("ANSWER: 44", "1 .. 5 expected"),
+        ("ANSWER: -1", "1 .. 5 expected"),
+        ("ANSWER: 4.5", "'ANSWER: 4.5' found"),
+        ("ANSWER: 4 or 5", "'ANSWER: 4 or 5' found"),
+        ("ANSWER:", "'ANSWER:' found"),
+        ("ANSWER: \u0664", "found"),  # an Arabic digit
+        ("ANSWER: " + "9" * 1_000_000, "found"),
+    ],
+)
+def test_scores_that_cannot_be_read(answer, reason):
+    parsed = parse_score(answer)
+    assert not parsed.ok
+    assert reason in parsed.reason
+    assert len(parsed.reason) < 200
+    assert parsed.values.tolist() == [0]
+
+
+@pytest.mark.parametrize("piece", ["ANSWER: ", "ANSWER", "ANSWER: 4\n", " ", "\n", "9", "ANSWER: 4 "])
+def test_a_million_characters_hold_no_score(piece):
+    assert not parse_score(piece * (1_000_000 // len(piece))).ok
+
+
+@given(st.text(alphabet=st.sampled_from("ANSWER: 0123456789\n\r\t<>-."), max_size=200))
+def test_any_text_gives_a_score_or_a_reason(text):
+    parsed = parse_score(text)
+    assert parsed.values.shape == (1,)
+    assert parsed.ok == (parsed.reason == "")
+    assert parsed.values[0] in ([1, 2, 3, 4, 5] if parsed.ok else [0])
+
+
+def test_spaces_around_a_score():
+    assert parse_score(" ANSWER : 5 \r\n").values.tolist() == [5]
