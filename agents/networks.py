@@ -231,17 +231,13 @@ class ActorCritic(nn.Module):
             initial = nn.initializers.constant(self.config.initial_log_std)
             self.log_std = self.param("log_std", initial, (actions,))
 
-    def memory(self, batch_size: int) -> PyTree:
-        """The memory at the start of an episode: float32 [B, width] with a GRU, else ()."""
-        return jnp.zeros((batch_size, self.config.width)) if self.config.recurrent else ()
-
     def __call__(
         self, memory: PyTree, observation: Array, first: Array, episode_step: Array
     ) -> tuple[PyTree, Categorical | DiagonalGaussian, Array]:
         """Reads one step of each environment.
 
         Args:
-          memory: what an earlier call returned, or `memory(B)`.
+          memory: what an earlier call returned; at first float32 zeros [B, width] with a GRU, else ().
           observation: [B, *observation].
           first: bool [B], the observation is the first of an episode: the memory is forgotten before it.
           episode_step: int32 [B], actions taken so far in the episode.

@@ -3,12 +3,13 @@
     python benchmarks/pretrain_text_ranker.py --out text_ranker
 
 No small vision-language model is at hand whose weights could be shipped, so this one is trained here: first
-its vision tower to name the sprite of every cell, then the whole to say where the cat is and how many
-monsters are left in every frame of a shuffled clip, and the form of an answer with ranks, which are drawn at
-random. Its levels are drawn at random, too; no shipped level is among them, and no order of frames is ever
-seen. What comes out is a Hugging Face folder (config.json, model.safetensors, tokenizer,
-preprocessor_config.json), as every other model is read from one. Stage 1 then teaches it to rank: see
-benchmarks/catrap_text_ranker.py.
+its vision tower to name the sprite of every cell, then the whole to answer the request for ranks, where it
+says where the cat is and how many monsters are left in every frame of a shuffled clip, and ranks the frames
+by a criterion drawn for that answer (the cat's row, its column, the monsters, upwards or downwards): it
+learns to order pictures, and nothing about the order of time, which it never sees. Its levels are drawn at
+random, too, and no shipped level is among them. What comes out is a Hugging Face folder (config.json,
+model.safetensors, tokenizer, preprocessor_config.json), as every other model is read from one. Stage 1 then
+teaches it to rank by progress: see benchmarks/catrap_text_ranker.py.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 from jaxreward.agents import supervised_fine_tuning
 from jaxreward.envs.catrap import art, generate, levels, render
+from jaxreward.envs.catrap.environment import TASK
 from jaxreward.models import weights
 from jaxreward.models.chat import QWEN_IMAGE_TOKEN, make_prompts, qwen_image_texts
 from jaxreward.models.generate import GenerateConfig
@@ -37,10 +39,7 @@ from jaxreward.models.tokenizer import load_tokenizer, token_ids
 from jaxreward.scorers import prompts as questions
 from jaxreward.scorers.chat_model import ChatModel
 
-TASK = "Kill all monsters by walking the cat into them from the side."
 MOST_FRAMES = 15
-# What the last lessons are about: the order of time is never one of them.
-MIXED = ("describe", "row", "random", "column")
 SPECIAL = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
     "<|image_pad|>", "<|video_pad|>",
@@ -74,8 +73,7 @@ class Options:
     Attributes:
       out: the folder of the model; a folder that is complete is left as it is.
       vision_steps: steps of the vision tower alone, on cells.
-      stages: (steps, frames of a clip, clips of a step) of the whole, in order; a single frame has no anchor.
-      mixed_steps: steps after that on `MIXED` lessons in turn.
+      stages: (steps, frames of a clip with its first, clips of a step) of the whole, in order.
       vision_learning_rate: the largest of a cosine schedule, for the tower.
       learning_rate: the same for the decoder.
       levels: random levels that the frames are of.
@@ -84,9 +82,8 @@ class Options:
     """
 
     out: pathlib.Path = pathlib.Path("text_ranker")
-    vision_steps: int = 1500
-    stages: tuple[tuple[int, int, int], ...] = ((500, 1, 64), (400, 4, 24), (700, 15, 16))
-    mixed_steps: int = 800
+    vision_steps: int = 2500
+    stages: tuple[tuple[int, int, int], ...] = ((400, 2, 48), (400, 5, 24), (1300, 15, 16))
     vision_learning_rate: float = 2e-3
     learning_rate: float = 1e-3
     levels: int = 512
@@ -94,60 +91,45 @@ class Options:
     report_every: int = 50
 
 
-def describe_frames(count: int, *, anchor: bool = True) -> list[dict]:
-    """Asks for the cells of shuffled frames, in the layout in which Stage 1 asks for ranks."""
-    content = [{"type": "text", "text": "The beginning:"}, questions.IMAGE] if anchor else []
-    for frame in range(1, count + 1):
-        content += [{"type": "text", "text": f"\nFrame {frame}:"}, questions.IMAGE]
-    request = f"\n\nFor each of the {count} frames say where the cat is and how many monsters there are."
-    return [{"role": "user", "content": [*content, {"type": "text", "text": request}]}]
+def facts(frames: np.ndarray) -> np.ndarray:
+    """int [n, 3] of frames int8 [n, 9, 10]: the cat's row and column, and how many monsters are left."""
+    cats = [np.argwhere(frame >= art.ACTIVE_RIGHT)[0] for frame in frames]
+    monsters = np.isin(frames, (art.WALKER, art.FLYER)).sum((1, 2))
+    return np.column_stack([np.array(cats), monsters])
 
 
-def description(frames: np.ndarray) -> str:
-    """What frames int8 [n, 9, 10] show, one line each."""
-    lines = []
-    for number, frame in enumerate(frames, 1):
-        row, column = np.argwhere(frame >= art.ACTIVE_RIGHT)[0]
-        monsters = int(np.isin(frame, (art.WALKER, art.FLYER)).sum())
-        lines.append(f"Frame {number}: cat {row} {column} monsters {monsters}")
-    return "\n".join(lines)
+def describe(shown: np.ndarray) -> list[str]:
+    """Descriptions of frames whose facts are int [n, 3]."""
+    return [f"cat {row} {column} monsters {monsters}" for row, column, monsters in shown]
 
 
-def rank_by(axis: str, count: int) -> list[dict]:
-    """Asks for the order of shuffled frames by the cat's 'row' or 'column', in the form of Stage 1."""
-    (turn,) = describe_frames(count)
-    request = f"\n\nRank the {count} frames by the {axis} of the cat, in this form:\nFrame i: Rank: p"
-    return [{**turn, "content": [*turn["content"][:-1], {"type": "text", "text": request}]}]
-
-
-def ranks_by(axis: str, frames: np.ndarray) -> np.ndarray:
-    """Ranks 1 .. n of frames int8 [n, 9, 10] by the cat's 'row' or 'column'; of equals the first is lower."""
-    cats = np.array([np.argwhere(frame >= art.ACTIVE_RIGHT)[0] for frame in frames])
-    order = np.argsort(cats[:, ("row", "column").index(axis)], kind="stable")
-    return 1 + np.argsort(order)
+def rank_by_chance(rng: np.random.Generator, shown: np.ndarray) -> np.ndarray:
+    """Ranks 1 .. n by one of the facts [n, 3], ties by another; which, and which way round, is drawn."""
+    keys = (rng.choice((-1, 1), 3) * shown)[:, rng.permutation(3)]
+    return 1 + np.argsort(np.lexsort(keys.T))
 
 
 def make_tokenizer(folder: pathlib.Path) -> dict[str, int]:
     """Trains a small byte-level BPE on the texts that the model will see; returns the ids of SPECIAL."""
     texts = []
     for count in range(1, MOST_FRAMES + 5):
-        for describe in (False, True):
-            (turn,) = questions.rank_frames(TASK, count, describe=describe)
+        for form in (False, True):
+            (turn,) = questions.rank_frames(TASK, count, describe=form)
             texts += [part["text"] for part in turn["content"] if part["type"] == "text"]
-        (turn,) = describe_frames(count)
-        texts += [part["text"] for part in turn["content"] if part["type"] == "text"]
         texts.append(questions.rank_answer(range(1, count + 1)))
-        texts.append(questions.rank_answer(range(1, count + 1), description="a frame"))
+        descriptions = describe(np.tile([[count], [0], [9]], count).T)
+        texts.append(questions.rank_answer(range(1, count + 1), description=descriptions))
     texts += [f" {number}" for number in range(100)]
-    texts.append("user assistant system cat row column monsters")
+    texts.append("user assistant system")
     tokenizer = Tokenizer(models.BPE())
-    split = pre_tokenizers.Split(Regex(r" ?[^\s]+|\s"), "isolated")
+    # All that stands between two numbers becomes one token: answers are short, and decoding is what costs.
+    split = pre_tokenizers.Split(Regex(r" ?[0-9]+|[^0-9]+?(?= ?[0-9])|[^0-9]+"), "isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=1024, min_frequency=1, show_progress=False,
+        vocab_size=4096, min_frequency=1, show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )  # fmt: skip
     tokenizer.train_from_iterator(texts, trainer)
@@ -318,61 +300,53 @@ def pretrain_vision(options: Options, module, params, pictures: Pictures, spec, 
 
 
 class Lesson:
-    """Draws batches: shuffled clips, a request and answers; those about progress are random."""
+    """Draws batches: shuffled clips, the request for ranks, and answers that hold nothing about time."""
 
     def __init__(self, tokenizer, spec, module, pictures: Pictures, end: int, seed: int) -> None:
         """Binds the parts; `end` is the token that ends an answer."""
         self.tokenizer, self.spec, self.module, self.pictures = tokenizer, spec, module, pictures
         self.end, self.rng = end, np.random.default_rng(seed)
 
-    def draw(self, size: int, frames: int, about: str):
-        """(prompts, images, tokens, where) of `size` clips; `about` is one of `MIXED`."""
-        clips, shown = self.pictures.draw(size, frames), max(frames - 1, 1)
+    def draw(self, size: int, frames: int):
+        """(prompts, images, tokens, where) of `size` clips."""
+        clips = self.pictures.draw(size, frames)
         patches, grids = qwen_patches(list(self.pictures.pixels(clips)), self.spec)
-        if about == "describe":
-            request = describe_frames(shown, anchor=frames > 1)
-            texts = [description(clip[-shown:]) for clip in clips]
-        elif about == "random":
-            request = questions.rank_frames(TASK, shown, describe=False)
-            texts = [questions.rank_answer(1 + self.rng.permutation(shown)) for _ in clips]
-        else:
-            request = rank_by(about, shown)
-            texts = [questions.rank_answer(ranks_by(about, clip[-shown:])) for clip in clips]
+        texts = []
+        for clip in clips:
+            shown = facts(clip[1:])
+            texts.append(questions.rank_answer(rank_by_chance(self.rng, shown), description=describe(shown)))
         prompts = make_prompts(
-            self.tokenizer, [request] * size,
+            self.tokenizer, [questions.rank_frames(TASK, frames - 1, describe=True)] * size,
             image_token=QWEN_IMAGE_TOKEN, image_texts=qwen_image_texts(grids),
             positions=lambda tokens, own: rope_positions(tokens, grids[own], self.module.config),
         )  # fmt: skip
-        rows = token_ids(self.tokenizer, texts, add_special_tokens=False)
-        answers = [[*row, self.end] for row in rows]
-        tokens = np.zeros((size, 8 * shown), np.int32)
+        answers = [[*row, self.end] for row in token_ids(self.tokenizer, texts, add_special_tokens=False)]
+        tokens = np.zeros((size, 9 * frames), np.int32)
         for row, own in zip(tokens, answers, strict=True):
             row[: len(own)] = own
         where = np.arange(tokens.shape[1]) < np.array([[len(own)] for own in answers])
         return prompts, vision_inputs(self.module.config, patches, grids), tokens, where
 
 
-def pretrain_text(options: Options, lesson: Lesson, optimizer, params, lessons, started: float):
-    """Trains on `lessons`, a list of (what about, frames of a clip, clips); returns (params, reports)."""
+def pretrain_text(options: Options, lesson: Lesson, optimizer, params, started: float):
+    """Trains on the stages; returns (params, reports)."""
     module = lesson.module
     step = supervised_fine_tuning.make_step(
         module, optimizer, lambda variables, trained: trained,
         lambda variables, images: module.apply(variables, images, method="encode_images"),
     )  # fmt: skip
-    state, history, losses = optimizer.init(params), [], {about: [] for about in MIXED}
-    for number, (about, frames, size) in enumerate(lessons, 1):
-        params, state, loss = step(params, state, {}, *lesson.draw(size, frames, about))
-        losses[about].append(loss)
+    lessons = [(frames, size) for steps, frames, size in options.stages for _ in range(steps)]
+    state, history, losses = optimizer.init(params), [], []
+    for number, (frames, size) in enumerate(lessons, 1):
+        params, state, loss = step(params, state, {}, *lesson.draw(size, frames))
+        losses.append(loss)
         if number % options.report_every == 0:
-            seconds = time.perf_counter() - started
-            record = {"step": number, "frames": frames, "seconds": seconds}
-            for name, found in losses.items():
-                if found:
-                    record[f"loss/{name}"] = float(jnp.stack(found).mean())
-                    found.clear()
-            history.append(record)
-            shown = "  ".join(f"{name} {value:.4g}" for name, value in record.items())
-            print(f"text, of {len(lessons)}: {shown}", flush=True)
+            seconds, mean = time.perf_counter() - started, float(jnp.stack(losses).mean())
+            losses.clear()
+            history.append({"step": number, "frames": frames, "seconds": seconds, "loss": mean})
+            print(
+                f"text {number}/{len(lessons)}  {frames} frames  loss {mean:.4f}  {seconds:.0f} s", flush=True
+            )
     return params, history
 
 
@@ -408,18 +382,15 @@ def main(options: Options) -> None:
     learns = jax.tree.map_with_path(
         lambda path, _: path[1].key != "vision" or path[2].key == "deepstack", params
     )
-    describing = [("describe", frames, size) for steps, frames, size in options.stages for _ in range(steps)]
-    frames, size = options.stages[-1][1:]
-    mixed = [(MIXED[step % len(MIXED)], frames, size) for step in range(options.mixed_steps)]
     lesson = Lesson(tokenizer, spec, module, pictures, ids["<|im_end|>"], options.seed)
-    for lessons in (describing, mixed):
-        schedule = optax.warmup_cosine_decay_schedule(
-            0.0, options.learning_rate, 50, len(lessons), 0.05 * options.learning_rate
-        )
-        adam = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.01))
-        optimizer = optax.partition({True: adam, False: optax.set_to_zero()}, learns)
-        params, rows = pretrain_text(options, lesson, optimizer, params, lessons, started)
-        history += rows
+    steps = sum(steps for steps, _, _ in options.stages)
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, options.learning_rate, 50, steps, 0.05 * options.learning_rate
+    )
+    adam = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.01))
+    optimizer = optax.partition({True: adam, False: optax.set_to_zero()}, learns)
+    params, rows = pretrain_text(options, lesson, optimizer, params, started)
+    history += rows
     made = weights.Model(architecture, config, params, folder, (ids["<|im_end|>"],))
     final = folder.with_name(folder.name + ".saved")
     weights.save(final, made)
@@ -436,19 +407,18 @@ def main(options: Options) -> None:
 
 
 def check(folder: pathlib.Path) -> float:
-    """The share of lines about fresh random levels that the model says right, with greedy answers."""
+    """The share of frames of fresh random levels that greedy answers describe right."""
     chat = ChatModel.load(folder)
     pictures = Pictures(64, 1)
     clips = pictures.draw(16, MOST_FRAMES)
-    pixels = pictures.pixels(clips)
+    request = questions.rank_frames(TASK, MOST_FRAMES - 1, describe=True)
     answers, _ = chat.answer(
-        chat.model.params, [describe_frames(MOST_FRAMES - 1)] * 16, pixels, jax.random.key(0),
-        GenerateConfig(0.0, 128),
-    )  # fmt: skip
-    said = [line for answer in answers for line in answer.splitlines()]
-    true = [line for clip in clips for line in description(clip[1:]).splitlines()]
+        chat.model.params, [request] * 16, pictures.pixels(clips), jax.random.key(0), GenerateConfig(0.0, 128)
+    )
+    said = [line for answer in answers for line in answer.splitlines() if "Description" in line]
+    true = [f"Frame Description: {one}" for clip in clips for one in describe(facts(clip[1:]))]
     right = sum(a == b for a, b in zip(said, true, strict=False)) / len(true)
-    print(f"{answers[0]}\nlines that are right: {right:.3f} of {len(true)}")
+    print(f"{answers[0]}\ndescriptions that are right: {right:.3f} of {len(true)}")
     return right
 
 

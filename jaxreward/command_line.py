@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import io
 import os
 import re
@@ -16,7 +15,7 @@ from typing import Any
 
 import tyro
 
-from jaxreward.errors import ConfigError, JaxrewardError
+from jaxreward.errors import ConfigError, JaxrewardError, did_you_mean
 from jaxreward.training.act import Interrupted
 
 BAD_INPUT = 2
@@ -110,11 +109,11 @@ def parse(config_type: type, arguments: Sequence[str], program: str, description
 def nearest(name: str, known, otherwise: str = "--help lists the fields") -> str:
     """'; did you mean ...?' with the nearest known names, or what to do where none is near."""
     known = list(known)
-    found = difflib.get_close_matches(name, known, 3, cutoff=0.5)
-    if not found:
-        last = name.rsplit(".", 1)[-1]
-        found = [k for k in known if k.rsplit(".", 1)[-1] == last][:3]
-    return f"; did you mean {' or '.join(found)}?" if found else f"; {otherwise}"
+    if near := did_you_mean(name, known):
+        return near
+    last = name.rsplit(".", 1)[-1]
+    same = [k for k in known if k.rsplit(".", 1)[-1] == last][:3]
+    return f"; did you mean {' or '.join(same)}?" if same else f"; {otherwise}"
 
 
 def _without_unions(config_type: type, config: Any) -> type:

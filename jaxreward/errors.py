@@ -1,5 +1,8 @@
 """The errors that a user can cause or meet; commands print them in one line and exit with 2."""
 
+import difflib
+from collections.abc import Iterable
+
 
 class JaxrewardError(Exception):
     """Base of every error that names a thing, what was found, what was expected and what to do."""
@@ -23,3 +26,9 @@ class SimulatorError(JaxrewardError):
 
 class StorageError(JaxrewardError):
     """A run folder or disk that cannot be written."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """'; did you mean ...?' with up to three known names near to one that does not exist, else ''."""
+    near = difflib.get_close_matches(name, list(known), 3, cutoff=0.5)
+    return f"; did you mean {' or '.join(near)}?" if near else ""

@@ -41,8 +41,8 @@ DEFAULT_RULES: Rules = MappingProxyType(
 # Logical axes of the fields of `jaxreward.models.decoder.Cache`.
 CACHE_AXES: Mapping[str, tuple[str | None, ...]] = MappingProxyType(
     {
-        "keys": ("layers", "batch", None, "kv_heads", None),
-        "values": ("layers", "batch", None, "kv_heads", None),
+        "keys": ("layers", "batch", "kv_heads", None, None),
+        "values": ("layers", "batch", "kv_heads", None, None),
         "where": ("batch", None),
         "length": (),
     }

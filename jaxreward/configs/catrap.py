@@ -34,14 +34,12 @@ CARTRIDGE = ExperimentConfig(
     agent=AGENT,
     videos=VideoConfig(held_out_levels=("03", "04")),
 )
-# For a model of a million parameters: the paper's settings (the defaults) are for seven billion. It knows the
-# form of the answers; the few steps on it fit the adapter to the task sentence and to expert videos.
+# For a model of a million parameters, which knows the form of the answers: the paper's settings (the
+# defaults) are for seven billion.
 VLM_RANK = VLMRankConfig(
     steps=150,
     batch_size=32,
     group_size=8,
-    format_steps=10,
-    format_learning_rate=1e-4,
     evaluate_every=10,
     grpo=TokenGRPOConfig(learning_rate=1e-3, epochs=2, minibatch_size=8, kl_coefficient=0.0, remat=False),
 )
@@ -91,7 +89,7 @@ CONFIGS = {
         JAX,
         "The paper's path with text: GRPO teaches a small Qwen3-VL to write ranks, which then reward PPO",
         vlm=VLMRankerConfig(
-            model="catrap_reader", describe=False, max_new_tokens=96, dtype="float32", cached_frames=4096
+            model="catrap_reader", describe=True, max_new_tokens=128, dtype="float32", cached_frames=4096
         ),
         vlm_rank=VLM_RANK,
         loop=LoopConfig(score_chunk=256),

@@ -84,17 +84,20 @@ class DecoderConfig:
 
 @struct.dataclass
 class Cache:
-    """Keys and values of the tokens so far; slot s holds the s-th token of every row, padding included."""
+    """Keys and values of the tokens so far; slot s holds the s-th token of every row, padding included.
 
-    keys: Array  # dtype [L, B, S, G, D]
-    values: Array  # dtype [L, B, S, G, D]
+    Heads come before slots: the products of attention then read the cache as it lies.
+    """
+
+    keys: Array  # dtype [L, B, G, S, D]
+    values: Array  # dtype [L, B, G, S, D]
     where: Array  # bool [B, S], False for padding and for slots not yet written
     length: Array  # int32 [], slots written
 
 
 def empty_cache(config: DecoderConfig, batch: int, slots: int) -> Cache:
     """A cache with room for `slots` tokens in each of `batch` rows."""
-    shape = (config.layers, batch, slots, config.kv_heads, config.head_width)
+    shape = (config.layers, batch, config.kv_heads, slots, config.head_width)
     return Cache(
         keys=jnp.zeros(shape, config.dtype),
         values=jnp.zeros(shape, config.dtype),
@@ -169,14 +172,14 @@ class DecoderLayer(nn.Module):
             key = RMSNorm(config.norm_epsilon, name="key_norm")(key)
         query, key = rotate(query, angles), rotate(key, angles)
         if cache is not None:
-            at = (layer, 0, cache.length, 0, 0)
+            at = (layer, 0, 0, cache.length, 0)
             cache = cache.replace(
-                keys=jax.lax.dynamic_update_slice(cache.keys, key[None], at),
-                values=jax.lax.dynamic_update_slice(cache.values, value[None], at),
+                keys=jax.lax.dynamic_update_slice(cache.keys, key.swapaxes(1, 2)[None], at),
+                values=jax.lax.dynamic_update_slice(cache.values, value.swapaxes(1, 2)[None], at),
             )
             if mask.shape[-1] != length:
-                key = jax.lax.dynamic_index_in_dim(cache.keys, layer, 0, keepdims=False)
-                value = jax.lax.dynamic_index_in_dim(cache.values, layer, 0, keepdims=False)
+                held = (cache.keys, cache.values)
+                key, value = (jax.lax.dynamic_index_in_dim(x, layer, 0, False).swapaxes(1, 2) for x in held)
         attended = attend(query, key, value, mask)
         hidden = hidden + Linear(config.width, False, config.dtype, name="attention_out")(attended)
 

@@ -159,13 +159,13 @@ def _record(
 def _room_for_samples(cache: Cache, samples: int, slots: int) -> Cache:
     """Repeats each row `samples` times and adds free slots up to `slots`."""
 
-    def widen(x: Array, axis: int) -> Array:
+    def widen(x: Array, row: int, slot: int) -> Array:
         width = [(0, 0)] * x.ndim
-        width[axis + 1] = (0, slots - x.shape[axis + 1])
-        return jnp.pad(jnp.repeat(x, samples, axis=axis), width)
+        width[slot] = (0, slots - x.shape[slot])
+        return jnp.pad(jnp.repeat(x, samples, axis=row), width)
 
     return cache.replace(
-        keys=widen(cache.keys, 1), values=widen(cache.values, 1), where=widen(cache.where, 0)
+        keys=widen(cache.keys, 1, 3), values=widen(cache.values, 1, 3), where=widen(cache.where, 0, 1)
     )
 
 

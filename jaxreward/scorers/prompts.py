@@ -56,12 +56,12 @@ def rank_frames(task: str, count: int, *, describe: bool) -> list[Message]:
     return _shown(introduction, "The beginning:", count, request)
 
 
-def rank_answer(ranks: Sequence[int], *, description: str | None = None) -> str:
+def rank_answer(ranks: Sequence[int], *, description: str | Sequence[str] | None = None) -> str:
     """Writes an answer to `rank_frames`, as `parsing.parse_ranks` reads it.
 
     Args:
       ranks: of each frame, the anchor apart.
-      description: of every frame, in the form with descriptions; None for ranks alone.
+      description: in the form with descriptions, one for every frame, or one for each; None for ranks alone.
 
     Returns:
       The text, without a line break at its end.
@@ -69,9 +69,10 @@ def rank_answer(ranks: Sequence[int], *, description: str | None = None) -> str:
     if description is None:
         lines = [f"Frame {frame}: Rank: {rank}" for frame, rank in enumerate(ranks, 1)]
     else:
+        each = [description] * len(ranks) if isinstance(description, str) else description
         lines = [
-            f"Frame {frame}:\nFrame Description: {description}\nRank: {rank}"
-            for frame, rank in enumerate(ranks, 1)
+            f"Frame {frame}:\nFrame Description: {own}\nRank: {rank}"
+            for frame, (own, rank) in enumerate(zip(each, ranks, strict=True), 1)
         ]
     return "\n".join(lines)
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxreward.checkpoints.pretrained import (
     load_pretrained,
@@ -478,16 +479,17 @@ def _train(config, image_shape, sets, run: RunFolder, console: Console, interrup
 
 def _train_vlm(config, task: str, sets, run: RunFolder, console: Console, interrupted) -> None:
     """Stage 1 on a vision-language model; saves its adapter into the run folder."""
-    started, settings = time.perf_counter(), config.vlm_rank
+    settings = config.vlm_rank
     ranker = _load_vlm(config, pretrained_model(config.vlm.model))
     store = CheckpointStore(run.checkpoints / "rank", keep=1)
     train = Videos(*sets["train"].padded())
     heldout = {name: Videos(*sets[name].padded()) for name in sets if name not in ("train", "task")}
     init_key, train_key = jax.random.split(jax.random.fold_in(jax.random.key(config.seed), 4))
     trainer = VLMRankTrainer(settings, ranker, task)
-    state = None
+    state, saved = None, {"step": -1, "rho": {}, "seconds": 0.0}
     if store.latest_step() is not None:
-        state, _ = store.restore(jax.eval_shape(lambda: trainer.init(init_key)))
+        state, saved = store.restore(jax.eval_shape(lambda: trainer.init(init_key)))
+    started = time.perf_counter() - saved["seconds"]
     console.print(
         f"Stage 1 (rank): {settings.format_steps} steps on the format and {settings.steps} updates of "
         f"{settings.batch_size} x {settings.group_size} answers, on {len(sets['train'].videos)} videos; "
@@ -495,33 +497,40 @@ def _train_vlm(config, task: str, sets, run: RunFolder, console: Console, interr
     )
     samples_file = run.path / "rank_samples.jsonl"
 
+    def save(state: VLMRankState) -> None:
+        saved.update(step=int(state.step), seconds=time.perf_counter() - started)
+        store.save(saved["step"], state, saved)
+
     def callback(state: VLMRankState, record: dict[str, float], samples: list[dict]) -> None:
-        step, elapsed = int(record["step"]), time.perf_counter() - started
         shown = ", ".join(
             f"{k.removeprefix('rho/')} {v:.3f}" for k, v in record.items() if k.startswith("rho/")
         )
-        learnt = (
-            f"reward {record['reward']:.3f}  parse failures {record['parse_failures']:.1%}"
-            if "reward" in record
-            else f"loss {record['format_loss']:.3f} nats a token"
-        )
         console.print(
-            f"  step {step}/{trainer.total_steps}  {learnt}  held-out rho: {shown}  {elapsed:.0f} s"
+            f"  step {int(state.step)}/{trainer.total_steps}  {_learnt(record)}held-out rho: {shown}  "
+            f"{time.perf_counter() - started:.0f} s"
         )
-        store.save(step, state, {"step": step, "rho": record})
-        _append(samples_file, [{"step": step, **sample} for sample in samples])
-        _append(run.path / "rank_metrics.jsonl", [record | {"seconds": elapsed}])
+        saved["rho"] = record
+        save(state)
+        _append(samples_file, [{"step": saved["step"], **sample} for sample in samples])
+        _append(run.path / "rank_metrics.jsonl", [record | {"seconds": saved["seconds"]}])
         if interrupted():
             raise Interrupted
 
-    result = train_vlm_ranker(
-        settings, ranker, train, heldout, train_key, callback, task=task, state=state, trainer=trainer
-    )
-    rho = result.heldout_rho or {
-        name.removeprefix("rho/"): value
-        for name, value in store.read_metadata()["rho"].items()
-        if name.startswith("rho/")
-    }
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        bar = progress.add_task("Stage 1", total=trainer.total_steps, completed=max(saved["step"], 0))
+
+        def after_step(state: VLMRankState, metrics: dict[str, float]) -> None:
+            progress.update(bar, description=_learnt(metrics).strip(), completed=int(state.step))
+            if interrupted():
+                save(state)
+                raise Interrupted
+
+        result = train_vlm_ranker(
+            settings, ranker, train, heldout, train_key, callback,
+            after_step=after_step, task=task, state=state, trainer=trainer,
+        )  # fmt: skip
+    rho = {k.removeprefix("rho/"): v for k, v in saved["rho"].items() if k.startswith("rho/")}
     folder = run.path / "scorer"
     if not (folder / lora.CONFIG_FILE).exists():
         lora.save(
@@ -537,6 +546,15 @@ def _train_vlm(config, task: str, sets, run: RunFolder, console: Console, interr
         "seconds": time.perf_counter() - started,
     }
     write_atomically(folder / "scorer.json", json.dumps(card, indent=2) + "\n")
+
+
+def _learnt(metrics: dict[str, float]) -> str:
+    """What a step of Stage 1 says about learning; '' for the model as it came."""
+    if "reward" in metrics:
+        return f"reward {metrics['reward']:.3f}  parse failures {metrics['parse_failures']:.1%}  "
+    if "format_loss" in metrics:
+        return f"loss {metrics['format_loss']:.3f} nats a token  "
+    return ""
 
 
 def _append(file: pathlib.Path, rows: list[dict]) -> None:

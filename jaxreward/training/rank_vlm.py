@@ -264,6 +264,7 @@ def train_vlm_ranker(
     key: Array,
     callback: Callback | None = None,
     *,
+    after_step: Callable[[VLMRankState, dict[str, float]], None] | None = None,
     task: str = "",
     state: VLMRankState | None = None,
     trainer: VLMRankTrainer | None = None,
@@ -278,6 +279,8 @@ def train_vlm_ranker(
       key: a typed key.
       callback: called after every evaluation with the state, that evaluation's record and sample answers; it
         may save the state.
+      after_step: called after every other step with the state and the step's metrics; it may save the state,
+        too.
       task: the task sentence.
       state: a state to go on from, with the same arguments; the result then equals that of an uninterrupted
         run whose evaluations fall on the same steps.
@@ -285,7 +288,8 @@ def train_vlm_ranker(
 
     Returns:
       See VLMRankResult. A record holds 'step', means of the metrics of `VLMRankTrainer.step` since the last
-      one, 'rho/<set>' and 'parse_failures/<set>'.
+      one (or since `state`), 'rho/<set>' and 'parse_failures/<set>'; the first record, of step 0, is the
+      model as it came.
 
     Raises:
       DataError: a set of videos is empty or has unsuitable shapes.
@@ -298,22 +302,30 @@ def train_vlm_ranker(
     init_key, evaluation_key = jax.random.split(key)
     if state is None:
         state = trainer.init(init_key)
-    history, pending, samples = [], [], []
-    while (done := int(state.step)) < trainer.total_steps:
-        state, metrics, samples = trainer.step(state, train)
-        pending.append(metrics)
-        if not _is_due(done + 1, config):
-            continue
-        record = {"step": float(done + 1)}
-        for name in pending[-1]:
-            record[name] = float(np.mean([row[name] for row in pending if name in row]))
-        pending.clear()
+    history = []
+
+    def evaluate(state: VLMRankState, metrics: list[dict[str, float]], samples: list) -> None:
+        record = {"step": float(state.step)}
+        for name in metrics[-1] if metrics else ():
+            record[name] = float(np.mean([row[name] for row in metrics if name in row]))
         for name, videos in heldout.items():
             rho, failures = trainer.evaluate(state, videos, evaluation_key)
             record |= {f"rho/{name}": rho, f"parse_failures/{name}": failures}
         history.append(record)
         if callback is not None:
             callback(state, record, samples)
+
+    if int(state.step) == 0:
+        evaluate(state, [], [])
+    pending = []
+    while (done := int(state.step)) < trainer.total_steps:
+        state, metrics, samples = trainer.step(state, train)
+        pending.append(metrics)
+        if _is_due(done + 1, config):
+            evaluate(state, pending, samples)
+            pending = []
+        elif after_step is not None:
+            after_step(state, metrics)
     last = history[-1] if history else {}
     final = {name: last[f"rho/{name}"] for name in heldout if f"rho/{name}" in last}
     return VLMRankResult(state.learner.adapter, history, final, state)

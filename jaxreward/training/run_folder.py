@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import enum
 import fcntl
 import json
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import jaxreward
-from jaxreward.errors import ConfigError, StorageError
+from jaxreward.errors import ConfigError, StorageError, did_you_mean
 from jaxreward.files import write_atomically
 
 CLASS = "class"  # names a dataclass in JSON; a keyword, so no field can have the same name
@@ -51,19 +50,9 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
-    def videos(self) -> Path:
-        """The folder of recorded episodes."""
-        return self.path / "videos"
-
-    @property
     def demonstrations(self) -> Path:
         """The folder of expert videos that the run made for itself."""
         return self.path / "demonstrations"
-
-    @property
-    def metrics(self) -> Path:
-        """One JSON object an update."""
-        return self.path / "metrics.jsonl"
 
     @property
     def report(self) -> Path:
@@ -161,7 +150,9 @@ def open_run(path: str | os.PathLike, registry: Mapping[str, type]) -> tuple[Run
     """
     path = Path(path)
     if not path.is_dir():
-        near = _nearest(path.name, [p.name for p in path.parent.glob("*/")] if path.parent.is_dir() else [])
+        near = did_you_mean(
+            path.name, [p.name for p in path.parent.glob("*/")] if path.parent.is_dir() else []
+        )
         raise ConfigError(f"run {path}: found no such folder, expected a run's folder{near}")
     name, config = read_config(path / CONFIG_FILE, registry)
     return RunFolder(path, name), config
@@ -247,7 +238,7 @@ def _convert(value: Any, annotation: Any, where: str, registry: Mapping[str, typ
     if origin is typing.Literal:
         if not any(value == choice and type(value) is type(choice) for choice in arguments):
             choices = [str(choice) for choice in arguments]
-            near = _nearest(str(value), choices)
+            near = did_you_mean(str(value), choices)
             raise ConfigError(f"{where}: found {value!r}, expected one of {', '.join(choices)}{near}")
         return value
     if annotation is tuple or origin is tuple:
@@ -258,7 +249,7 @@ def _convert(value: Any, annotation: Any, where: str, registry: Mapping[str, typ
     if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
         names = list(annotation.__members__)
         found = isinstance(value, str) and value in names
-        _expect(found, value, f"one of {', '.join(names)}{_nearest(str(value), names)}", where)
+        _expect(found, value, f"one of {', '.join(names)}{did_you_mean(str(value), names)}", where)
         return annotation[value]
     if annotation is float:
         if value in ("inf", "-inf", "nan"):
@@ -312,7 +303,7 @@ def _dataclass(value: Any, allowed: Mapping[str, type], where: str, registry: Ma
     _expect(isinstance(value, dict), value, f"the fields of {' or '.join(allowed)}", label)
     name = value.get(CLASS, next(iter(allowed)) if len(allowed) == 1 else None)
     if not isinstance(name, str) or name not in allowed:
-        near = _nearest(str(name), allowed)
+        near = did_you_mean(str(name), allowed)
         raise ConfigError(
             f"{label}: found class {name!r}, expected one of {', '.join(sorted(allowed))}{near}"
         )
@@ -324,7 +315,7 @@ def _dataclass(value: Any, allowed: Mapping[str, type], where: str, registry: Ma
         if given != CLASS and given not in fields:
             raise ConfigError(
                 f"{prefix}{given}: found a field that {name} has not, expected one of "
-                f"{', '.join(fields)}{_nearest(given, fields)}"
+                f"{', '.join(fields)}{did_you_mean(given, fields)}"
             )
     for needed, field in fields.items():
         optional = not (field.default is field.default_factory is dataclasses.MISSING)
@@ -338,11 +329,6 @@ def _expect(right: bool, value: Any, expected: str, where: str) -> None:
     if not right:
         shown = repr(value) if len(repr(value)) <= 60 else repr(value)[:57] + "..."
         raise ConfigError(f"{where}: found {shown} ({type(value).__name__}), expected {expected}")
-
-
-def _nearest(name: str, names: typing.Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(names), n=1)
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 def finite(value: Any) -> Any:

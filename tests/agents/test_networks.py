@@ -22,7 +22,8 @@ SMALL = {"body": "mlp", "mlp_layers": (8,), "width": 8}
 def build(config, space, shape, dtype=jnp.float32, time_limit=None, batch=3):
     network = ActorCritic(config, space, len(shape), time_limit)
     observation = jax.random.randint(jax.random.key(1), (batch, *shape), 0, 5).astype(dtype)
-    arguments = (network.memory(batch), observation, jnp.zeros(batch, bool), jnp.zeros(batch, jnp.int32))
+    memory = jnp.zeros((batch, config.width)) if config.recurrent else ()
+    arguments = (memory, observation, jnp.zeros(batch, bool), jnp.zeros(batch, jnp.int32))
     variables = network.init(jax.random.key(0), *arguments)
     return network, variables, arguments
 

@@ -143,36 +143,38 @@ def test_a_vision_language_model_is_asked(tiny_chat_folder, tmp_path):
 
 
 TINY_VLM = (
-    "--vlm.max-new-tokens=32 --vlm-rank.format-steps=1 --vlm-rank.steps=2 --vlm-rank.batch-size=2 "
-    "--vlm-rank.group-size=2 --vlm-rank.evaluate-every=1 --vlm-rank.evaluation-clips=2 "
-    "--vlm-rank.clips.length=4 --vlm-rank.clips.stride=whole --vlm-rank.grpo.minibatch-size=2 "
-    "--videos.count=3 --videos.held-out-levels --env.num-envs=2 --env.max-episode-steps=16 "
-    "--loop.rollout-length=16 --act.updates=1 --agent.epochs=1 --agent.minibatches=1 --reward.frames=3 "
-    "--eval-episodes=2 --no-preflight"
+    "--vlm.no-describe --vlm.max-new-tokens=32 --vlm-rank.format-steps=1 --vlm-rank.steps=2 "
+    "--vlm-rank.batch-size=2 --vlm-rank.group-size=2 --vlm-rank.evaluate-every=2 "
+    "--vlm-rank.evaluation-clips=2 --vlm-rank.clips.length=4 --vlm-rank.clips.stride=whole "
+    "--vlm-rank.grpo.minibatch-size=2 --videos.count=3 --videos.held-out-levels --env.num-envs=2 "
+    "--env.max-episode-steps=16 --loop.rollout-length=16 --act.updates=1 --agent.epochs=1 "
+    "--agent.minibatches=1 --reward.frames=3 --eval-episodes=2 --no-preflight"
 )
 
 
 def test_a_vision_language_model_is_taught(tiny_chat_folder, tmp_path, monkeypatch, capsys):
     """Ctrl-C between updates, then resumed; another run then takes the adapter, or refuses a damaged one."""
     arguments = ["--config=catrap_vlm_rta", "--vlm.model", tiny_chat_folder, *TINY_VLM.split()]
-    append = prepare_scorer._append
+    learnt = prepare_scorer._learnt
 
-    def strike(file, rows):
-        append(file, rows)
-        if file.name == "rank_metrics.jsonl" and rows[0]["step"] == 2:
+    def strike(metrics):
+        if "reward" in metrics:
             signal.raise_signal(signal.SIGINT)
+        return learnt(metrics)
 
     with monkeypatch.context() as patch:
-        patch.setattr(prepare_scorer, "_append", strike)
+        patch.setattr(prepare_scorer, "_learnt", strike)
         assert execute(*arguments, "--runs", tmp_path / "taught") == 130
     (taught,) = (tmp_path / "taught").iterdir()
     assert not (taught / "scorer").exists()
+    assert CheckpointStore(taught / "checkpoints" / "rank").read_metadata()["step"] == 2
     assert execute("--resume", taught) == 0
     rows = [json.loads(line) for line in (taught / "rank_metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [1, 2, 3]
-    assert ["reward" in row for row in rows] == [False, True, True]
+    assert [row["step"] for row in rows] == [0, 1, 3]
+    assert ["reward" in row for row in rows] == [False, False, True]
+    assert [row["seconds"] for row in rows] == sorted(row["seconds"] for row in rows)
     samples = [json.loads(line) for line in (taught / "rank_samples.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in samples] == [2, 2, 3, 3]
+    assert [row["step"] for row in samples] == [3, 3]
     assert -1 <= json.loads((taught / "summary.json").read_text())["heldout_rho"] <= 1
     found, _ = lora.load(taught / "scorer", weights.load(tiny_chat_folder).architecture)
     assert any(np.any(array) for path, array in flatten_dict(found).items() if path[-1] == "b")

@@ -62,8 +62,10 @@ def trained(ranker):
 
 def test_records_and_samples(trained):
     result, seen = trained
-    assert [record["step"] for record in result.history] == [1.0, 2.0, 3.0, 4.0]
-    formats, updates = result.history[:2], result.history[2:]
+    assert [record["step"] for record in result.history] == [0.0, 1.0, 2.0, 3.0, 4.0]
+    before, *formats = result.history[:3]
+    assert set(before) == {"step", "rho/new", "parse_failures/new"}
+    updates = result.history[3:]
     assert all("format_loss" in record and "reward" not in record for record in formats)
     assert formats[1]["format_loss"] < formats[0]["format_loss"]
     for record in updates:
@@ -73,7 +75,7 @@ def test_records_and_samples(trained):
         assert record["log_prob_gap"] < 1e-4
         assert set(record) >= {"kl", "clip_fraction", "zero_variance_groups", "truncated", "reward_std"}
     assert set(result.heldout_rho) == {"new"}
-    for _, _, samples in seen[2:]:
+    for _, _, samples in seen[3:]:
         assert len(samples) == 2
         for sample in samples:
             assert (sample["reward"] == -1.0) == bool(sample["reason"])
@@ -81,20 +83,20 @@ def test_records_and_samples(trained):
 
 def test_the_reference_is_the_policy_that_knows_the_format(trained):
     _, seen = trained
-    after_format, at_the_end = seen[1][0].learner, seen[-1][0].learner
+    after_format, at_the_end = seen[2][0].learner, seen[-1][0].learner
     jax.tree.map(np.testing.assert_array_equal, after_format.adapter, after_format.reference)
     jax.tree.map(np.testing.assert_array_equal, after_format.reference, at_the_end.reference)
     # The first update starts from the reference itself.
-    assert seen[2][1]["kl"] == pytest.approx(0.0, abs=1e-6)
+    assert seen[3][1]["kl"] == pytest.approx(0.0, abs=1e-6)
 
 
 @pytest.mark.parametrize("done", [1, 2, 3])
 def test_going_on_gives_the_same_adapter_bit_for_bit(ranker, trained, done):
     result, seen = trained
-    state = seen[done - 1][0]
+    state = seen[done][0]
     again = train_vlm_ranker(CONFIG, ranker, videos(), {"new": videos(2)}, KEY, task="Grow.", state=state)
     jax.tree.map(np.testing.assert_array_equal, result.adapter, again.adapter)
-    assert again.history == result.history[done:]
+    assert again.history == result.history[done + 1 :]
 
 
 def test_rewards_are_spearman_with_time_and_minus_one_for_what_cannot_be_read():

@@ -194,8 +194,8 @@ def test_each_run_has_a_folder_of_its_own(tmp_path):
 
 def test_the_files_of_a_run_lie_where_the_documentation_says(tmp_path):
     run = create(tmp_path, "c", Window())
-    names = ["checkpoints", "videos", "demonstrations", "metrics.jsonl", "report.html", "config.json"]
-    paths = [run.checkpoints, run.videos, run.demonstrations, run.metrics, run.report, run.config]
+    names = ["checkpoints", "demonstrations", "report.html", "config.json"]
+    paths = [run.checkpoints, run.demonstrations, run.report, run.config]
     assert [str(path.relative_to(run.path)) for path in paths] == names
 
 
