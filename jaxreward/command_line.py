@@ -109,7 +109,7 @@ def parse(config_type: type, arguments: Sequence[str], program: str, description
 def nearest(name: str, known, otherwise: str = "--help lists the fields") -> str:
     """'; did you mean ...?' with the nearest known names, or what to do where none is near."""
     known = list(known)
-    if near := did_you_mean(name, known):
+    if near := did_you_mean(name, known, 3):
         return near
     last = name.rsplit(".", 1)[-1]
     same = [k for k in known if k.rsplit(".", 1)[-1] == last][:3]

@@ -28,7 +28,7 @@ class StorageError(JaxrewardError):
     """A run folder or disk that cannot be written."""
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """'; did you mean ...?' with up to three known names near to one that does not exist, else ''."""
-    near = difflib.get_close_matches(name, list(known), 3, cutoff=0.5)
+def did_you_mean(name: str, known: Iterable[str], most: int = 1) -> str:
+    """'; did you mean ...?' with at most so many known names near to one that does not exist, else ''."""
+    near = difflib.get_close_matches(name, list(known), most, cutoff=0.5)
     return f"; did you mean {' or '.join(near)}?" if near else ""

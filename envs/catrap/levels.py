@@ -16,7 +16,6 @@ package also keep rows 0 and 8 all wall, because the agent's cropped picture cut
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import os
 from pathlib import Path
@@ -24,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxreward.envs.catrap import art, solver
-from jaxreward.errors import DataError
+from jaxreward.errors import DataError, did_you_mean
 
 LEVELS_FOLDER = Path(__file__).parent / "levels"
 # Short enough to be learned from 64-step episodes, too long for luck: the levels of learning curves.
@@ -73,10 +72,8 @@ def load_level(name: str | int | Path) -> Level:
         return _load_shipped(shipped)
     path = Path(text)
     if not os.path.isfile(text):  # False, too, for a name that is too long for a file
-        near = difflib.get_close_matches(shipped, level_names(), 1)
-        hint = f"; did you mean '{near[0]}'?" if near else ""
         raise DataError(
-            f"Catrap has no level '{text}', and no file has that path{hint} "
+            f"Catrap has no level '{text}', and no file has that path{did_you_mean(shipped, level_names())} "
             f"(shipped: {', '.join(level_names())}; or give the path of a level file)"
         )
     try:
