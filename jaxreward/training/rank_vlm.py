@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -111,6 +111,7 @@ class VLMRankTrainer:
 
         Raises:
           ConfigError: an adapter that touches the vision tower, or that fits nothing.
+          ModelError: an answer in the right form is longer than `max_new_tokens`.
         """
         chat = ranker.chat_model
         paths = lora.target_paths(chat.model.params, config.lora)
@@ -121,6 +122,8 @@ class VLMRankTrainer:
                 "are encoded once: leave the vision tower out"
             )
         self.config, self.ranker, self.task = config, ranker, task
+        if config.format_steps:
+            self._form(range(1, config.clips.length))
         self.learner = TokenGRPO(
             chat.module, config.lora, config.grpo,
             temperature=config.temperature, forbidden_tokens=chat.forbidden_tokens,
@@ -200,14 +203,15 @@ class VLMRankTrainer:
     def _chat(self) -> ChatModel:
         return self.ranker.chat_model
 
-    def _teach_format(self, state, prompts, features, clips: Clips, key: Array):
+    def _form(self, *orders: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens of answers with these ranks, int32 [B, N], and where they are."""
         describe = self.config.format_descriptions if self.ranker.config.describe else None
+        answers = [rank_answer(order, description=describe) for order in orders]
+        return self._chat.answer_tokens(answers, self.ranker.config.max_new_tokens)
+
+    def _teach_format(self, state, prompts, features, clips: Clips, key: Array):
         orders = np.random.default_rng(np.asarray(jax.random.key_data(key)))
-        answers = [
-            rank_answer(1 + orders.permutation(int(count)), description=describe)
-            for count in clips.where.sum(1) - 1
-        ]
-        tokens, where = self._chat.answer_tokens(answers, self.ranker.config.max_new_tokens)
+        tokens, where = self._form(*(1 + orders.permutation(int(n)) for n in clips.where.sum(1) - 1))
         adapter, optimizer, loss = self._format_step(
             state.learner.adapter, state.format_optimizer, self._chat.model.params,
             prompts, features, tokens, where,

@@ -12,7 +12,7 @@ import pytest
 from jaxreward.agents.token_grpo import TokenGRPOConfig
 from jaxreward.correlation import spearman
 from jaxreward.data.clips import ClipConfig
-from jaxreward.errors import ConfigError, DataError
+from jaxreward.errors import ConfigError, DataError, ModelError
 from jaxreward.models.lora import LoRAConfig
 from jaxreward.scorers.chat_model import ChatModel
 from jaxreward.scorers.parsing import parse_ranks
@@ -130,5 +130,8 @@ def test_bad_settings_and_videos_are_refused(ranker):
     tower = dataclasses.replace(CONFIG, lora=LoRAConfig(4, targets=(r"vision/layers/[^/]+/kernel",)))
     with pytest.raises(ConfigError, match="vision"):
         VLMRankTrainer(tower, ranker)
+    short = VLMRanker(ranker.chat_model, dataclasses.replace(ranker.config, max_new_tokens=8))
+    with pytest.raises(ModelError, match=r"vlm\.max_new_tokens is 8"):
+        VLMRankTrainer(CONFIG, short)
     with pytest.raises(DataError, match="no video has more than 2 frames"):
         train_vlm_ranker(CONFIG, ranker, videos(frames=2), {}, KEY)
