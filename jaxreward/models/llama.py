@@ -6,12 +6,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import flax.linen as nn
 import jax.numpy as jnp
 
-from jaxreward.models.decoder import Cache, Decoder, DecoderConfig, decoder_tensors
+from jaxreward.models.decoder import Decoder, DecoderConfig, decoder_tensors
 from jaxreward.models.hub_config import Fields
-from jaxreward.models.vision_language import ImageFeatures
+from jaxreward.models.vision_language import DecoderModel, ImageFeatures
 from jaxreward.models.weights import Architecture
 from jaxreward.types import Array, PyTree
 
@@ -93,7 +92,7 @@ class LlamaConfig:
         return cls(read_decoder(fields, tied=fields.flag("tie_word_embeddings", False), dtype=dtype))
 
 
-class Llama(nn.Module):
+class Llama(DecoderModel):
     """A text-only `VisionLanguageModel`: there is nothing to encode, and `features` are None.
 
     Attributes:
@@ -105,11 +104,6 @@ class Llama(nn.Module):
     def setup(self) -> None:
         """Declares the decoder."""
         self.decoder = Decoder(self.config.decoder)
-
-    @property
-    def decoder_config(self) -> DecoderConfig:
-        """Structure of the decoder."""
-        return self.config.decoder
 
     def encode_images(self, images: PyTree) -> ImageFeatures:
         """Raises TypeError: this model reads text alone, so a call is a mistake of the caller."""
@@ -129,24 +123,6 @@ class Llama(nn.Module):
         if features is not None:
             raise TypeError("Llama reads text alone; image features were given")
         return self.decoder.embed(tokens), None
-
-    def __call__(
-        self,
-        embeddings: Array,
-        positions: Array,
-        where: Array,
-        cache: Cache | None = None,
-        *,
-        empty: bool = True,
-        extra: Array | None = None,
-        segments: Array | None = None,
-    ) -> tuple[Array, Cache | None]:
-        """Runs the decoder: see `jaxreward.models.decoder.Decoder`."""
-        return self.decoder(embeddings, positions, where, cache, empty=empty, extra=extra, segments=segments)
-
-    def logits(self, hidden: Array) -> Array:
-        """Maps hidden states [..., D] to float32 [..., vocabulary]."""
-        return self.decoder.logits(hidden)
 
     def read(self, tokens: Array) -> Array:
         """Maps int32 [B, T] tokens without padding to float32 [B, T, vocabulary]; touches every parameter."""

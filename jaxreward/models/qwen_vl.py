@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxreward.models.decoder import Cache, Decoder, DecoderConfig, decoder_tensors
+from jaxreward.models.decoder import Decoder, decoder_tensors
 from jaxreward.models.encoder_layers import linear_tensors, mlp_tensors, norm_tensors
 from jaxreward.models.layers import (
     ACTIVATIONS,
@@ -30,7 +30,7 @@ from jaxreward.models.layers import (
 )
 from jaxreward.models.qwen_config import QWEN2_5, QwenVisionConfig, QwenVLConfig
 from jaxreward.models.qwen_inputs import QwenImages, vision_inputs
-from jaxreward.models.vision_language import ImageFeatures
+from jaxreward.models.vision_language import DecoderModel, ImageFeatures
 from jaxreward.models.weights import Architecture, Stored
 from jaxreward.types import Array, PyTree
 
@@ -269,7 +269,7 @@ class QwenVision(nn.Module):
         return ImageFeatures(rows, jax.vmap(tokens)(deepstack(kept[:count])))
 
 
-class QwenVL(nn.Module):
+class QwenVL(DecoderModel):
     """Vision tower and decoder; fulfils `vision_language.VisionLanguageModel`.
 
     Attributes:
@@ -283,54 +283,9 @@ class QwenVL(nn.Module):
         self.vision = QwenVision(self.config.vision)
         self.decoder = Decoder(self.config.decoder)
 
-    @property
-    def decoder_config(self) -> DecoderConfig:
-        """Structure of the text decoder."""
-        return self.config.decoder
-
     def encode_images(self, images: QwenImages) -> ImageFeatures:
         """Encodes what `qwen_inputs.vision_inputs` laid out."""
         return self.vision(images)
-
-    def embed(
-        self, tokens: Array, image_rows: Array, features: ImageFeatures | None
-    ) -> tuple[Array, Array | None]:
-        """Embeds tokens and puts image features in their places.
-
-        Args:
-          tokens: int32 [B, T].
-          image_rows: int32 [B, T], the row of `features` at an image token, -1 elsewhere.
-          features: the table; None for text alone.
-
-        Returns:
-          (embeddings [B, T, D], extra [n, B, T, D] for the first n decoder layers, or None).
-        """
-        embeddings = self.decoder.embed(tokens)
-        if features is None:
-            return embeddings, None
-        is_image = (image_rows >= 0)[..., None]
-        at = jnp.maximum(image_rows, 0)
-        embeddings = jnp.where(is_image, features.rows[at].astype(embeddings.dtype), embeddings)
-        extra = None if features.extra is None else jnp.where(is_image, features.extra[:, at], 0)
-        return embeddings, extra
-
-    def __call__(
-        self,
-        embeddings: Array,
-        positions: Array,
-        where: Array,
-        cache: Cache | None = None,
-        *,
-        empty: bool = True,
-        extra: Array | None = None,
-        segments: Array | None = None,
-    ) -> tuple[Array, Cache | None]:
-        """Runs the decoder: see `jaxreward.models.decoder.Decoder`."""
-        return self.decoder(embeddings, positions, where, cache, empty=empty, extra=extra, segments=segments)
-
-    def logits(self, hidden: Array) -> Array:
-        """Maps hidden states [..., D] to float32 [..., vocabulary]."""
-        return self.decoder.logits(hidden)
 
 
 # {our name in a layer: theirs}

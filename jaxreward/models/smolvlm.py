@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxreward.errors import ModelError
-from jaxreward.models.decoder import Cache, Decoder, DecoderConfig, decoder_tensors
+from jaxreward.models.decoder import Decoder, DecoderConfig, decoder_tensors
 from jaxreward.models.encoder_layers import (
     Encoder,
     EncoderConfig,
@@ -27,7 +27,7 @@ from jaxreward.models.encoder_layers import (
 from jaxreward.models.hub_config import Fields
 from jaxreward.models.layers import KERNEL_INIT, LayerNorm, Linear
 from jaxreward.models.llama import read_decoder
-from jaxreward.models.vision_language import ImageFeatures
+from jaxreward.models.vision_language import DecoderModel, ImageFeatures
 from jaxreward.models.weights import Architecture, Stored
 from jaxreward.types import Array
 
@@ -183,7 +183,7 @@ class VisionTower(nn.Module):
         return LayerNorm(config.vision.norm_epsilon, name="final_norm")(hidden).reshape(*pieces, width)
 
 
-class SmolVLM(nn.Module):
+class SmolVLM(DecoderModel):
     """A `VisionLanguageModel` that reads tiles.
 
     Attributes:
@@ -197,11 +197,6 @@ class SmolVLM(nn.Module):
         self.vision = VisionTower(self.config)
         self.projection = Linear(self.config.decoder.width, False, self.config.decoder.dtype)
         self.decoder = Decoder(self.config.decoder)
-
-    @property
-    def decoder_config(self) -> DecoderConfig:
-        """Structure of the decoder."""
-        return self.config.decoder
 
     def encode_images(self, images: Tiles) -> ImageFeatures:
         """Encodes tiles; each gives (H / patch / shuffle)^2 rows, row-major, tile after tile.
@@ -225,32 +220,6 @@ class SmolVLM(nn.Module):
             )
         rows = self.projection(pixel_shuffle(self.vision(images), config.shuffle))
         return ImageFeatures(rows.reshape(-1, config.decoder.width))
-
-    def embed(self, tokens: Array, image_rows: Array, features: ImageFeatures | None) -> tuple[Array, None]:
-        """Embeds tokens and puts image features in their places: see `VisionLanguageModel.embed`."""
-        embeddings = self.decoder.embed(tokens)
-        if features is None:
-            return embeddings, None
-        rows = features.rows[jnp.maximum(image_rows, 0)].astype(embeddings.dtype)
-        return jnp.where(image_rows[..., None] >= 0, rows, embeddings), None
-
-    def __call__(
-        self,
-        embeddings: Array,
-        positions: Array,
-        where: Array,
-        cache: Cache | None = None,
-        *,
-        empty: bool = True,
-        extra: Array | None = None,
-        segments: Array | None = None,
-    ) -> tuple[Array, Cache | None]:
-        """Runs the decoder: see `jaxreward.models.decoder.Decoder`."""
-        return self.decoder(embeddings, positions, where, cache, empty=empty, extra=extra, segments=segments)
-
-    def logits(self, hidden: Array) -> Array:
-        """Maps hidden states [..., D] to float32 [..., vocabulary]."""
-        return self.decoder.logits(hidden)
 
     def read(self, images: Tiles) -> Array:
         """Logits float32 [1, T, vocabulary] of a prompt of these tiles alone; touches every parameter."""

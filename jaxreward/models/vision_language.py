@@ -6,6 +6,7 @@ import dataclasses
 from typing import Protocol, runtime_checkable
 
 import flax.linen as nn
+import jax.numpy as jnp
 from flax import struct
 
 from jaxreward.models.decoder import Cache, DecoderConfig
@@ -76,6 +77,45 @@ class VisionLanguageModel(Protocol):
     def logits(self, hidden: Array) -> Array:
         """Maps hidden states [..., D] to float32 [..., vocabulary]."""
         ...
+
+
+class DecoderModel(nn.Module):
+    """What the models here share: `config.decoder` is the structure of `decoder`, which `setup` declares."""
+
+    @property
+    def decoder_config(self) -> DecoderConfig:
+        """Structure of the text decoder."""
+        return self.config.decoder
+
+    def embed(
+        self, tokens: Array, image_rows: Array, features: ImageFeatures | None
+    ) -> tuple[Array, Array | None]:
+        """Embeds tokens and puts image features in their places: see `VisionLanguageModel.embed`."""
+        embeddings = self.decoder.embed(tokens)
+        if features is None:
+            return embeddings, None
+        is_image, at = (image_rows >= 0)[..., None], jnp.maximum(image_rows, 0)
+        embeddings = jnp.where(is_image, features.rows[at].astype(embeddings.dtype), embeddings)
+        extra = None if features.extra is None else jnp.where(is_image, features.extra[:, at], 0)
+        return embeddings, extra
+
+    def __call__(
+        self,
+        embeddings: Array,
+        positions: Array,
+        where: Array,
+        cache: Cache | None = None,
+        *,
+        empty: bool = True,
+        extra: Array | None = None,
+        segments: Array | None = None,
+    ) -> tuple[Array, Cache | None]:
+        """Runs the decoder: see `jaxreward.models.decoder.Decoder`."""
+        return self.decoder(embeddings, positions, where, cache, empty=empty, extra=extra, segments=segments)
+
+    def logits(self, hidden: Array) -> Array:
+        """Maps hidden states [..., D] to float32 [..., vocabulary]."""
+        return self.decoder.logits(hidden)
 
 
 def with_remat(module: nn.Module) -> nn.Module:
