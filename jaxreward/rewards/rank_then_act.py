@@ -16,8 +16,9 @@ from flax import struct
 from jaxreward.correlation import spearman_with_validity
 from jaxreward.errors import ConfigError
 from jaxreward.rewards.base import STREAM, FrozenReward, Queries, scatter_steps
+from jaxreward.rewards.windows import due_windows, elapsed_steps, empty_history
 from jaxreward.scorers.base import Scores
-from jaxreward.types import Array, EnvironmentSpec, PyTree, Rollout, TimeStep, previous
+from jaxreward.types import Array, EnvironmentSpec, PyTree, Rollout, TimeStep
 
 PARSE_FAILURE_REWARD = -1.0  # R_min, paper section 3.2
 
@@ -105,7 +106,7 @@ class RankThenAct(FrozenReward):
         """Makes an empty history for B environments."""
         del key
         length = self.history_length(spec.max_episode_steps)
-        history = jax.tree.map(lambda s: jnp.zeros((length, spec.num_envs, *s.shape), s.dtype), spec.frame)
+        history = empty_history(spec, length)
         settings = Settings(jnp.int32(self.config.window), jnp.int32(self.config.frequency))
         return RankThenActState(
             settings, history, jnp.zeros(spec.num_envs, jnp.float32), jnp.zeros(spec.num_envs, jnp.int32)
@@ -133,43 +134,20 @@ class RankThenAct(FrozenReward):
         Returns:
           The state with the newest frames in its history, and queries of K slots.
         """
-        steps, num_envs = rollout.timestep.done.shape
-        before = previous(rollout.first_timestep.frame, rollout.timestep.frame)
-        timeline = jax.tree.map(lambda h, f: jnp.concatenate([h, f]), state.history, before)
-        table = jax.tree.map(
-            lambda line, last: jnp.concatenate([line, last]), timeline, rollout.timestep.final_frame
+        done, t = rollout.timestep.done, elapsed_steps(rollout)
+        due = done if self.config.mode == "episode" else (t % state.settings.frequency == 0) | done
+        history, queries = due_windows(
+            state.history, rollout, due, lambda elapsed: self._positions(elapsed, state.settings)
         )
-        length = jax.tree.leaves(state.history)[0].shape[0]
-        elapsed = (
-            previous(rollout.first_timestep.episode_step, rollout.timestep.episode_step) + 1
-        )  # [T, B], t of paper section 3.3: the states of the episode so far are s_0 .. s_t
-
-        done = rollout.timestep.done
-        due = done if self.config.mode == "episode" else (elapsed % state.settings.frequency == 0) | done
-        flat = jnp.nonzero(due.reshape(-1), size=steps * num_envs, fill_value=steps * num_envs)[0]
-        count = due.sum(dtype=jnp.int32)
-        row = jnp.minimum(flat, steps * num_envs - 1)
-        moment, environment = row // num_envs, row % num_envs
-        position, where = self._positions(elapsed.reshape(-1)[row], state.settings)
-
-        age = elapsed.reshape(-1)[row][:, None] - position  # steps between a frame and the newest one
-        newest = length + steps + moment[:, None]
-        index = jnp.where(age == 0, newest, length + moment[:, None] + 1 - age)
-        where &= (flat < steps * num_envs)[:, None]
-
-        repeated = [jnp.repeat(x, self.rows_per_window, axis=0) for x in (index, position, where)]
-        index, position, where = self._shuffle(key, *repeated)
-        queries = Queries(
-            table=table,
-            index=jnp.clip(index, 0, length + 2 * steps - 1).astype(jnp.int32),
-            environment=jnp.repeat(environment, self.rows_per_window).astype(jnp.int32),
-            time=position.astype(jnp.int32),
-            where=where,
-            step=jnp.repeat(flat, self.rows_per_window).astype(jnp.int32),
-            count=count * self.rows_per_window,
-            shape=(steps, num_envs),
+        rows = (queries.index, queries.environment, queries.time, queries.where, queries.step)
+        index, environment, position, where, step = (
+            jnp.repeat(x, self.rows_per_window, axis=0) for x in rows
         )
-        history = jax.tree.map(lambda line: line[line.shape[0] - length :], timeline)
+        index, position, where = self._shuffle(key, index, position, where)
+        queries = queries.replace(
+            index=index, environment=environment, time=position, where=where, step=step,
+            count=queries.count * self.rows_per_window,
+        )  # fmt: skip
         return state.replace(history=history), queries
 
     def _positions(self, elapsed: Array, settings: Settings) -> tuple[Array, Array]:
