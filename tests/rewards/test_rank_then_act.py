@@ -2,6 +2,8 @@
 
 import functools
 import itertools
+import os
+import pathlib
 import subprocess
 import sys
 
@@ -258,6 +260,7 @@ print("equal", jax.device_count())
 
 def test_shard_map_over_environments_equals_one_device():
     command = [sys.executable, "-c", SHARDED, __file__]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    helpers = {"PYTHONPATH": str(pathlib.Path(__file__).parents[1])}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | helpers)
     assert result.returncode == 0, result.stderr[-2000:]
     assert "equal 2" in result.stdout
