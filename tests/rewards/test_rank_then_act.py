@@ -228,38 +228,47 @@ def test_bad_settings_name_the_field(field):
 SHARDED = """
 import jax
 jax.config.update("jax_num_cpu_devices", 2)
-import functools, importlib.util, sys
 import jax.numpy as jnp, numpy as np
-spec = importlib.util.spec_from_file_location("t", sys.argv[1])
-t = importlib.util.module_from_spec(spec); spec.loader.exec_module(t)
+import reward_streams as streams
+from jaxreward.rewards.bimi import BiMI, BiMIConfig
+from jaxreward.rewards.ellm import ELLM, ELLMConfig
+from jaxreward.rewards.rank_then_act import RankThenAct, RankThenActConfig
+from jaxreward.scorers.base import Scores
+from jaxreward.types import Rollout
 P = jax.P
 mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-stream = t.random_stream(0, 32, 4)
-rollout = t.cut_rollout(stream, 0, 32)
-reward = t.RankThenAct(t.RankThenActConfig(mode="window", window=9, frequency=5))
-
-def pay(history, rollout):
-    num = rollout.timestep.first.shape[1]
-    state = reward.init(jax.random.key(0), t.make_spec(num)).replace(history=history)
-    state, queries = reward.propose(state, rollout, jax.random.key(0))
-    values = queries.table[queries.index, queries.environment[:, None]]
-    rows = queries.step.shape[0]
-    scores = t.Scores(values, jnp.ones(rows, bool), jnp.zeros(rows, jnp.int32))
-    return reward.settle(state, rollout, queries, scores, jax.random.key(1))[1]["reward"]
-
-history = reward.init(jax.random.key(0), t.make_spec(4)).history
+rollout = streams.cut_rollout(streams.random_stream(0, 32, 4), 0, 32)
 spec_of = lambda tree, p: jax.tree.map(lambda _: p, tree)
-specs = t.Rollout(spec_of(rollout.first_timestep, P("data")), (), P(None, "data"),
-                  spec_of(rollout.timestep, P(None, "data")), {})
-sharded = jax.jit(jax.shard_map(pay, mesh=mesh, in_specs=(P(None, "data"), specs),
-                                out_specs=P(None, "data"), check_vma=False))
-np.testing.assert_allclose(sharded(history, rollout), jax.jit(pay)(history, rollout), atol=1e-6)
+specs = Rollout(spec_of(rollout.first_timestep, P("data")), (), P(None, "data"),
+                spec_of(rollout.timestep, P(None, "data")), {})
+for reward in (
+    RankThenAct(RankThenActConfig(mode="window", window=9, frequency=5)),
+    BiMI(BiMIConfig(("a", "b"), frames=4, threshold=0.3)),
+    ELLM(ELLMConfig(("a", "b"))),
+):
+    def pay(history, rollout):
+        num = rollout.timestep.first.shape[1]
+        state = reward.init(jax.random.key(0), streams.make_spec(num)).replace(history=history)
+        state, queries = reward.propose(state, rollout, jax.random.key(0))
+        values = queries.table[queries.index, queries.environment[:, None]]
+        if not isinstance(reward, RankThenAct):
+            values = jnp.tanh(values[:, :1] * jnp.array([1.0, 2.0]))  # one for each sentence
+        rows = queries.step.shape[0]
+        scores = Scores(values, jnp.ones(rows, bool), jnp.zeros(rows, jnp.int32))
+        return reward.settle(state, rollout, queries, scores, jax.random.key(1))[1]["reward"]
+
+    history = reward.init(jax.random.key(0), streams.make_spec(4)).history
+    sharded = jax.jit(jax.shard_map(pay, mesh=mesh, in_specs=(P(None, "data"), specs),
+                                    out_specs=P(None, "data"), check_vma=False))
+    whole = jax.jit(pay)(history, rollout)
+    assert np.any(whole)
+    np.testing.assert_allclose(sharded(history, rollout), whole, atol=1e-6)
 print("equal", jax.device_count())
 """
 
 
 def test_shard_map_over_environments_equals_one_device():
-    command = [sys.executable, "-c", SHARDED, __file__]
+    command = [sys.executable, "-c", SHARDED]
     helpers = {"PYTHONPATH": str(pathlib.Path(__file__).parents[1])}
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | helpers)
     assert result.returncode == 0, result.stderr[-2000:]
