@@ -19,6 +19,7 @@ from jaxreward.models.layers import (
     Linear,
     RMSNorm,
     attend,
+    attend_in_branches,
     inverse_frequencies,
     product,
     rotate,
@@ -141,7 +142,14 @@ class DecoderLayer(nn.Module):
     config: DecoderConfig
 
     @nn.compact
-    def __call__(self, carry: tuple, layer: Array, angles: Array, mask: Array, extra: Array | None) -> tuple:
+    def __call__(
+        self,
+        carry: tuple,
+        layer: Array,
+        angles: Array,
+        mask: Array | tuple[Array, Array],
+        extra: Array | None,
+    ) -> tuple:
         """One layer of the scan.
 
         Args:
@@ -149,7 +157,8 @@ class DecoderLayer(nn.Module):
           layer: int32 [], the number of this layer.
           angles: float32 [B, T, head_width / 2].
           mask: bool [B, 1, T, S]. S = T: the tokens at hand see one another (no cache, or an empty one, which
-            they fill); S = slots of the cache: they see what it holds, themselves included.
+            they fill); S = slots of the cache: they see what it holds, themselves included. Or two masks, as
+            `attend_in_branches` takes them.
           extra: [n, B, T, D] added to the result of layers 0 .. n - 1 (DeepStack), or None.
 
         Returns:
@@ -180,7 +189,7 @@ class DecoderLayer(nn.Module):
             if mask.shape[-1] != length:
                 held = (cache.keys, cache.values)
                 key, value = (jax.lax.dynamic_index_in_dim(x, layer, 0, False).swapaxes(1, 2) for x in held)
-        attended = attend(query, key, value, mask)
+        attended = (attend_in_branches if isinstance(mask, tuple) else attend)(query, key, value, mask)
         hidden = hidden + Linear(config.width, False, config.dtype, name="attention_out")(attended)
 
         normed = RMSNorm(config.norm_epsilon, name="mlp_norm")(hidden)
@@ -232,7 +241,7 @@ class Decoder(nn.Module):
         *,
         empty: bool = True,
         extra: Array | None = None,
-        segments: Array | None = None,
+        branches: tuple[int, int] | None = None,
     ) -> tuple[Array, Cache | None]:
         """Runs the layers over new tokens.
 
@@ -243,8 +252,8 @@ class Decoder(nn.Module):
           cache: what came before, with room for T more slots; or None.
           empty: the cache holds nothing yet (a static promise that saves attention over its free slots).
           extra: [n, B, T, D] added to the result of layers 0 .. n - 1 (DeepStack), or None.
-          segments: int32 [B, T], where several continuations of one text share a row: 0 is the text, which
-            all see, and a token of continuation i > 0 sees no other continuation. Without a cache only.
+          branches: (n, N) where several continuations of one text share a row: the last n * N tokens are n
+            continuations of N tokens each, which see the text and not one another. Without a cache only.
 
         Returns:
           (hidden, cache): `dtype` [B, T, D] after the final norm, and the cache with the new tokens.
@@ -259,9 +268,8 @@ class Decoder(nn.Module):
         slots = jnp.arange(seen.shape[1])
         causal = slots[None, :] <= start + jnp.arange(length)[:, None]
         mask = (seen[:, None, :] & causal)[:, None]
-        if segments is not None:
-            own = segments[:, None, :, None] == segments[:, None, None, :]
-            mask = mask & (own | (segments[:, None, None, :] == 0))
+        if branches is not None:
+            mask = _branch_masks(where, *branches)
         carry = (embeddings.astype(config.dtype), cache)
         angles = rotary_angles(config, positions)
         (hidden, cache), _ = self.layers(carry, jnp.arange(config.layers), angles, mask, extra)
@@ -277,6 +285,16 @@ class Decoder(nn.Module):
         if self.config.tied:
             return product(hidden, self.embedding.T, "float32")
         return self.output(hidden)
+
+
+def _branch_masks(where: Array, samples: int, length: int) -> tuple[Array, Array]:
+    """Masks for `attend_in_branches` of rows whose last samples * length tokens are continuations."""
+    text = where.shape[1] - samples * length
+    causal = jnp.tril(jnp.ones((text, text), bool))
+    seen = jnp.repeat(where[:, :text], samples, axis=0)[:, None]
+    own = where[:, text:].reshape(-1, 1, length) & jnp.tril(jnp.ones((length, length), bool))
+    of_branches = jnp.concatenate([jnp.broadcast_to(seen, (*own.shape[:2], text)), own], axis=2)
+    return (where[:, None, :text] & causal)[:, None], of_branches[:, None]
 
 
 def decoder_tensors(config: DecoderConfig, *, model: str, head: str, into: str) -> dict[str, Stored]:

@@ -321,7 +321,6 @@ def log_probabilities(
         return jnp.concatenate([of_prompt, of_completions.reshape(side_by_side)], axis=1)
 
     following = jnp.tile(prompts.next_position[:, None] + jnp.arange(others), (1, samples))
-    number = jnp.broadcast_to(1 + jnp.repeat(jnp.arange(samples), others), side_by_side)
     embeddings, extra = model.apply(
         variables,
         after_prompt(prompts.tokens, tokens[:, :-1]),
@@ -335,7 +334,7 @@ def log_probabilities(
         jnp.concatenate([prompts.positions, jnp.broadcast_to(following, (3, *side_by_side))], axis=2),
         after_prompt(prompts.where, where[:, :-1]),
         extra=extra,
-        segments=None if samples == 1 else jnp.pad(number, ((0, 0), (prompt, 0))),
+        branches=None if samples == 1 else (samples, others),
     )
     width = hidden.shape[-1]
     before_first = jnp.broadcast_to(hidden[:, None, prompt - 1 : prompt], (batch, samples, 1, width))

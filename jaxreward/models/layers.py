@@ -180,3 +180,32 @@ def attend(
 
     out = jax.lax.map(one, (split(query, 1), split(where, 2) if own_masks else None))
     return jnp.moveaxis(out, 0, 1).reshape(batch, length + missing, heads * width)[:, :length]
+
+
+def attend_in_branches(query: Array, key: Array, value: Array, where: tuple[Array, Array]) -> Array:
+    """Attention of a text and n continuations of it that stand side by side and do not see one another.
+
+    The logits between continuations, of which there would be most, are never made.
+
+    Args:
+      query: [B, P + n * N, H, D].
+      key: [B, P + n * N, G, D].
+      value: [B, P + n * N, G, D].
+      where: bool [B, 1, P, P], what the text sees of itself, and [B * n, 1, N, P + N], what a continuation
+        sees of the text and of itself.
+
+    Returns:
+      [B, P + n * N, H * D].
+    """
+    text, length, batch = where[0].shape[-1], where[1].shape[2], query.shape[0]
+    samples = where[1].shape[0] // batch
+
+    def own(x: Array) -> Array:
+        return x[:, text:].reshape(batch * samples, length, *x.shape[2:])
+
+    def shown(x: Array) -> Array:
+        return jnp.concatenate([jnp.repeat(x[:, :text], samples, axis=0), own(x)], axis=1)
+
+    of_text = attend(query[:, :text], key[:, :text], value[:, :text], where[0])
+    of_branches = attend(own(query), shown(key), shown(value), where[1])
+    return jnp.concatenate([of_text, of_branches.reshape(batch, samples * length, -1)], axis=1)

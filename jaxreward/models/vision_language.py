@@ -69,7 +69,7 @@ class VisionLanguageModel(Protocol):
         *,
         empty: bool = True,
         extra: Array | None = None,
-        segments: Array | None = None,
+        branches: tuple[int, int] | None = None,
     ) -> tuple[Array, Cache | None]:
         """Runs the decoder: see `jaxreward.models.decoder.Decoder`."""
         ...
@@ -108,10 +108,10 @@ class DecoderModel(nn.Module):
         *,
         empty: bool = True,
         extra: Array | None = None,
-        segments: Array | None = None,
+        branches: tuple[int, int] | None = None,
     ) -> tuple[Array, Cache | None]:
         """Runs the decoder: see `jaxreward.models.decoder.Decoder`."""
-        return self.decoder(embeddings, positions, where, cache, empty=empty, extra=extra, segments=segments)
+        return self.decoder(embeddings, positions, where, cache, empty=empty, extra=extra, branches=branches)
 
     def logits(self, hidden: Array) -> Array:
         """Maps hidden states [..., D] to float32 [..., vocabulary]."""

@@ -65,8 +65,8 @@ class Tiny(nn.Module):
         extra = features.extra[:, jnp.maximum(image_rows, 0)] * image[..., None]
         return jnp.where(image[..., None], rows, embeddings), extra
 
-    def __call__(self, embeddings, positions, where, cache=None, *, empty=True, extra=None, segments=None):
-        return self.decoder(embeddings, positions, where, cache, empty=empty, extra=extra, segments=segments)
+    def __call__(self, embeddings, positions, where, cache=None, *, empty=True, extra=None, branches=None):
+        return self.decoder(embeddings, positions, where, cache, empty=empty, extra=extra, branches=branches)
 
     def logits(self, hidden):
         return self.decoder.logits(hidden)
