@@ -3,10 +3,10 @@
     python benchmarks/pretrain_text_ranker.py --out text_ranker
 
 No small vision-language model is at hand whose weights could be shipped, so this one is trained here: first
-its vision tower to name the sprite of every cell, then the whole to answer the request for ranks, where it
-says where the cat is and how many monsters are left in every frame of a shuffled clip, and ranks the frames
-by a criterion drawn for that answer (the cat's row, its column, the monsters, upwards or downwards): it
-learns to order pictures, and nothing about the order of time, which it never sees. Its levels are drawn at
+its vision tower to name the sprite of every cell, then the whole to answer the request for ranks: it says by
+what it orders the frames (the cat's row, its column, the monsters, upwards or downwards: drawn at random for
+each answer), and then for every frame where the cat is, how many monsters are left, and the rank. It learns
+to order pictures, and nothing about the order of time, which it never sees. Its levels are drawn at
 random, too, and no shipped level is among them. What comes out is a Hugging Face folder (config.json,
 model.safetensors, tokenizer, preprocessor_config.json), as every other model is read from one. Stage 1 then
 teaches it to rank by progress: see benchmarks/catrap_text_ranker.py.
@@ -40,6 +40,8 @@ from jaxreward.scorers import prompts as questions
 from jaxreward.scorers.chat_model import ChatModel
 
 MOST_FRAMES = 15
+FACTS = ("row", "column", "monsters")
+CRITERIA = tuple(f"Order: {fact} {way}" for fact in FACTS for way in ("up", "down"))
 SPECIAL = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
     "<|image_pad|>", "<|video_pad|>",
@@ -103,10 +105,13 @@ def describe(shown: np.ndarray) -> list[str]:
     return [f"cat {row} {column} monsters {monsters}" for row, column, monsters in shown]
 
 
-def rank_by_chance(rng: np.random.Generator, shown: np.ndarray) -> np.ndarray:
-    """Ranks 1 .. n by one of the facts [n, 3], ties by another; which, and which way round, is drawn."""
-    keys = (rng.choice((-1, 1), 3) * shown)[:, rng.permutation(3)]
-    return 1 + np.argsort(np.lexsort(keys.T))
+def answer(number: int, shown: np.ndarray) -> str:
+    """Ranks frames whose facts are [n, 3] by CRITERIA[number], ties by the other facts; and describes them."""
+    first, way = divmod(number, 2)
+    keys = [shown[:, fact] for fact in range(len(FACTS)) if fact != first]
+    order = np.lexsort([*keys, shown[:, first] * (-1 if way else 1)])
+    ranks = 1 + np.argsort(order)
+    return f"{CRITERIA[number]}\n" + questions.rank_answer(ranks, description=describe(shown))
 
 
 def make_tokenizer(folder: pathlib.Path) -> dict[str, int]:
@@ -134,6 +139,7 @@ def make_tokenizer(folder: pathlib.Path) -> dict[str, int]:
     )  # fmt: skip
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in CRITERIA])
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
@@ -311,10 +317,7 @@ class Lesson:
         """(prompts, images, tokens, where) of `size` clips."""
         clips = self.pictures.draw(size, frames)
         patches, grids = qwen_patches(list(self.pictures.pixels(clips)), self.spec)
-        texts = []
-        for clip in clips:
-            shown = facts(clip[1:])
-            texts.append(questions.rank_answer(rank_by_chance(self.rng, shown), description=describe(shown)))
+        texts = [answer(self.rng.integers(len(CRITERIA)), facts(clip[1:])) for clip in clips]
         prompts = make_prompts(
             self.tokenizer, [questions.rank_frames(TASK, frames - 1, describe=True)] * size,
             image_token=QWEN_IMAGE_TOKEN, image_texts=qwen_image_texts(grids),
