@@ -106,7 +106,7 @@ def describe(shown: np.ndarray) -> list[str]:
 
 
 def answer(number: int, shown: np.ndarray) -> str:
-    """Ranks frames whose facts are [n, 3] by CRITERIA[number], ties by the other facts; and describes them."""
+    """Ranks frames by CRITERIA[number], ties by the other of their facts [n, 3]; and describes them."""
     first, way = divmod(number, 2)
     keys = [shown[:, fact] for fact in range(len(FACTS)) if fact != first]
     order = np.lexsort([*keys, shown[:, first] * (-1 if way else 1)])
