@@ -69,8 +69,9 @@ def report(pretraining: dict, rows: list[dict], card: dict, summary: dict, sampl
         "Written by `python benchmarks/catrap_text_ranker.py`. A Qwen3-VL of "
         f"{pretraining['parameters'] / 1e6:.1f} million parameters learns to describe frames of random "
         "levels and to write the form of an answer, with ranks by random criteria "
-        f"({pretraining['seconds']:.0f} s; it then describes {pretraining['right']:.1%} of the frames of "
-        "fresh random levels right in all three numbers), then to rank by GRPO on "
+        f"({pretraining['seconds']:.0f} s; it then describes {pretraining['described']:.1%} of the frames of "
+        "fresh random levels right in all three numbers, and its orders correlate by "
+        f"{pretraining['ordered']:.2f} with the criterion that it names), then to rank by GRPO on "
         f"{card['videos']} expert videos of level 02 ({card['seconds']:.0f} s, evaluations included). `rho`: "
         "mean Spearman correlation with time on clips of held-out videos, an answer that cannot be read "
         "counting as -1; `levels`: on levels whose videos never train.",

@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
+import re
 import time
 
 import flax.linen as nn
@@ -25,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
+from scipy.stats import spearmanr
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from jaxreward.agents import supervised_fine_tuning
@@ -38,6 +40,7 @@ from jaxreward.models.qwen_inputs import rope_positions, vision_inputs
 from jaxreward.models.tokenizer import load_tokenizer, token_ids
 from jaxreward.scorers import prompts as questions
 from jaxreward.scorers.chat_model import ChatModel
+from jaxreward.scorers.parsing import parse_ranks
 
 MOST_FRAMES = 15
 FACTS = ("row", "column", "monsters")
@@ -105,13 +108,21 @@ def describe(shown: np.ndarray) -> list[str]:
     return [f"cat {row} {column} monsters {monsters}" for row, column, monsters in shown]
 
 
-def answer(number: int, shown: np.ndarray) -> str:
-    """Ranks frames by CRITERIA[number], ties by the other of their facts [n, 3]; and describes them."""
+def ranks_by(number: int, shown: np.ndarray) -> np.ndarray:
+    """Ranks 1 .. n of frames whose facts are int [n, 3], by CRITERIA[number]; ties by the other facts."""
     first, way = divmod(number, 2)
-    keys = [shown[:, fact] for fact in range(len(FACTS)) if fact != first]
-    order = np.lexsort([*keys, shown[:, first] * (-1 if way else 1)])
-    ranks = 1 + np.argsort(order)
-    return f"{CRITERIA[number]}\n" + questions.rank_answer(ranks, description=describe(shown))
+    others = [shown[:, fact] for fact in range(len(FACTS)) if fact != first]
+    return 1 + np.argsort(np.lexsort([*others, shown[:, first] * (-1 if way else 1)]))
+
+
+def answer(number: int, shown: np.ndarray) -> str:
+    """What CRITERIA[number] makes of frames whose facts are [n, 3].
+
+    The frames stand in the order of their ranks: each step is a choice between pictures, as in a
+    Plackett-Luce model, which is far easier to learn than to count how many pictures come before one.
+    """
+    ranked = questions.rank_answer(ranks_by(number, shown), description=describe(shown), by_rank=True)
+    return f"{CRITERIA[number]}\n{ranked}"
 
 
 def make_tokenizer(folder: pathlib.Path) -> dict[str, int]:
@@ -403,26 +414,37 @@ def main(options: Options) -> None:
     record = {
         "parameters": sum(x.size for x in jax.tree.leaves(params)),
         "seconds": time.perf_counter() - started,
-        "right": check(folder),
+        **check(folder),
         "history": history,
     }
     (folder / "pretraining.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
-def check(folder: pathlib.Path) -> float:
-    """The share of frames of fresh random levels that greedy answers describe right."""
-    chat = ChatModel.load(folder)
-    pictures = Pictures(64, 1)
+def check(folder: pathlib.Path) -> dict[str, float]:
+    """What greedy answers about fresh random levels are worth.
+
+    Returns:
+      'readable': the share of answers; 'described': the share of frames whose three facts are right;
+      'ordered': the mean Spearman correlation of the ranks with those by the criterion that is named.
+    """
+    chat, pictures, shown = ChatModel.load(folder), Pictures(64, 1), MOST_FRAMES - 1
     clips = pictures.draw(16, MOST_FRAMES)
-    request = questions.rank_frames(TASK, MOST_FRAMES - 1, describe=True)
+    request = questions.rank_frames(TASK, shown, describe=True)
     answers, _ = chat.answer(
         chat.model.params, [request] * 16, pictures.pixels(clips), jax.random.key(0), GenerateConfig(0.0, 128)
     )
-    said = [line for answer in answers for line in answer.splitlines() if "Description" in line]
-    true = [f"Frame Description: {one}" for clip in clips for one in describe(facts(clip[1:]))]
-    right = sum(a == b for a, b in zip(said, true, strict=False)) / len(true)
-    print(f"{answers[0]}\ndescriptions that are right: {right:.3f} of {len(true)}")
-    return right
+    found = {"readable": 0.0, "described": 0.0, "ordered": 0.0}
+    for text, clip in zip(answers, clips, strict=True):
+        parsed, true, first = parse_ranks(text, shown), facts(clip[1:]), text.split("\n", 1)[0]
+        said = re.findall(r"Frame (\d+):\nFrame Description: (.*)", text)
+        right = [describe(true)[int(n) - 1] == words for n, words in said if 1 <= int(n) <= shown]
+        found["readable"] += parsed.ok / len(answers)
+        found["described"] += sum(right) / shown / len(answers)
+        if parsed.ok and first in CRITERIA:
+            expected = ranks_by(CRITERIA.index(first), true)
+            found["ordered"] += float(spearmanr(parsed.values, expected).statistic) / len(answers)
+    print(f"{answers[0]}\n{found}")
+    return found
 
 
 if __name__ == "__main__":
