@@ -116,12 +116,8 @@ def ranks_by(number: int, shown: np.ndarray) -> np.ndarray:
 
 
 def answer(number: int, shown: np.ndarray) -> str:
-    """What CRITERIA[number] makes of frames whose facts are [n, 3].
-
-    The frames stand in the order of their ranks: each step is a choice between pictures, as in a
-    Plackett-Luce model, which is far easier to learn than to count how many pictures come before one.
-    """
-    ranked = questions.rank_answer(ranks_by(number, shown), description=describe(shown), by_rank=True)
+    """What CRITERIA[number] makes of frames whose facts are [n, 3]."""
+    ranked = questions.rank_answer(ranks_by(number, shown), description=describe(shown))
     return f"{CRITERIA[number]}\n{ranked}"
 
 

@@ -56,28 +56,24 @@ def rank_frames(task: str, count: int, *, describe: bool) -> list[Message]:
     return _shown(introduction, "The beginning:", count, request)
 
 
-def rank_answer(
-    ranks: Sequence[int], *, description: str | Sequence[str] | None = None, by_rank: bool = False
-) -> str:
+def rank_answer(ranks: Sequence[int], *, description: str | Sequence[str] | None = None) -> str:
     """Writes an answer to `rank_frames`, as `parsing.parse_ranks` reads it.
 
     Args:
       ranks: of each frame, the anchor apart.
       description: in the form with descriptions, one for every frame, or one for each; None for ranks alone.
-      by_rank: the frames stand in the order of their ranks; else in that of the pictures.
 
     Returns:
       The text, without a line break at its end.
     """
-    each = [description] * len(ranks) if description is None or isinstance(description, str) else description
-    lines = [
-        f"Frame {frame}: Rank: {rank}"
-        if own is None
-        else f"Frame {frame}:\nFrame Description: {own}\nRank: {rank}"
-        for frame, (own, rank) in enumerate(zip(each, ranks, strict=True), 1)
-    ]
-    if by_rank:
-        lines = [line for _, line in sorted(zip(ranks, lines, strict=True))]
+    if description is None:
+        lines = [f"Frame {frame}: Rank: {rank}" for frame, rank in enumerate(ranks, 1)]
+    else:
+        each = [description] * len(ranks) if isinstance(description, str) else description
+        lines = [
+            f"Frame {frame}:\nFrame Description: {own}\nRank: {rank}"
+            for frame, (own, rank) in enumerate(zip(each, ranks, strict=True), 1)
+        ]
     return "\n".join(lines)
 
 

@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxreward.scorers.parsing import parse_percentages, parse_ranks, parse_score
-from jaxreward.scorers.prompts import rank_answer
 
 LONG = """I will compare the 3 frames with the first one.
 
@@ -209,16 +208,3 @@ def test_any_text_gives_a_score_or_a_reason(text):
 
 def test_spaces_around_a_score():
     assert parse_score(" ANSWER : 5 \r\n").values.tolist() == [5]
-
-
-@given(st.integers(1, 20).flatmap(lambda n: st.permutations(range(1, n + 1))), st.booleans(), st.booleans())
-def test_answers_are_read_in_any_order(ranks, describe, by_rank):
-    descriptions = [f"picture {number}" for number in range(len(ranks))] if describe else None
-    text = rank_answer(ranks, description=descriptions, by_rank=by_rank)
-    parsed = parse_ranks(text, len(ranks))
-    assert parsed.ok, parsed.reason
-    assert parsed.values.tolist() == list(ranks)
-    found = [int(line.split(": ")[-1]) for line in text.splitlines() if "Rank" in line]
-    assert found == (sorted(ranks) if by_rank else list(ranks))
-    if describe:
-        assert text.count("Frame Description: picture") == len(ranks)
