@@ -334,7 +334,7 @@ def log_probabilities(
         jnp.concatenate([prompts.positions, jnp.broadcast_to(following, (3, *side_by_side))], axis=2),
         after_prompt(prompts.where, where[:, :-1]),
         extra=extra,
-        branches=None if samples == 1 else (samples, others),
+        branches=None if samples == 1 or others == 0 else (samples, others),
     )
     width = hidden.shape[-1]
     before_first = jnp.broadcast_to(hidden[:, None, prompt - 1 : prompt], (batch, samples, 1, width))
